@@ -1,0 +1,103 @@
+"""`accel-parallel launch`: resolve the specification, open the run directory, start and supervise."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel_parallel.accelerate_yaml import render_file
+from accel_parallel.errors import Problem, SpecError
+from accel_parallel.launch import LaunchPlan, plan_launch, supervise
+from accel_parallel.metrics import read_lines
+from accel_parallel.runs import Run, newest_step, open_run, write_atomic
+from accel_parallel.spec import RunSpec, find_spec, load_spec
+from accel_parallel.strategies import Strategy, find_strategy
+from accel_parallel.summary import render_summary
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line said."""
+
+    strategy: str
+    spec: Path | None
+    sets: tuple[str, ...]
+    num_processes: int | None
+    cpu: bool
+    keep_precision: bool
+    run: Path | None
+    fresh: bool
+    stop_at: int | None
+    machine_rank: int | None
+    dry_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What to print, and how to end."""
+
+    data: dict[str, Any] | None
+    lines: list[str]
+    problems: list[Problem] = field(default_factory=list)
+    exit_code: int = 0
+
+
+def launch_strategy(request: Request, say: Callable[[str], None]) -> Result:
+    """Do what was requested. Raises AccelParallelError before anything starts; afterwards the result says how it ended."""
+    strategy = find_strategy(request.strategy)
+    spec = resolve(request, strategy)
+    if request.dry_run:
+        return _dry_run(spec, strategy, request)
+    run = open_run(spec, strategy.name, explicit=request.run, fresh=request.fresh)
+    if run.note:
+        say(run.note)
+    step = newest_step(run.path)
+    if step >= spec.training.steps:
+        return _complete(run, step)
+    write_atomic(run.path / "accelerate.yaml", render_file(spec, strategy, source="spec.yaml"))
+    plan = plan_launch(spec, run.path, worker_arguments(request), machine_rank=request.machine_rank)
+    if plan.note:
+        say(plan.note)
+    say(f"{'continues' if step else 'starts'} {run.path}: {strategy.name}, {spec.num_processes} process(es)")
+    ended = supervise(plan)
+    problems = list(ended.problems)
+    if ended.traceback:
+        trace = run.path / "traceback.txt"
+        write_atomic(trace, ended.traceback)
+        problems = [Problem(p.message, code=p.code, hint=f"traceback in {trace}") for p in problems]
+    lines = [render_summary(ended.summary)] if ended.summary else []
+    return Result({"run": str(run.path), "summary": ended.summary}, lines, problems, ended.exit_code)
+
+
+def resolve(request: Request, strategy: Strategy) -> RunSpec:
+    """File, strategy, `--set` and `--num-processes`, in rising order. Raises SpecError, also if the batch does not divide."""
+    sets = list(request.sets)
+    if request.num_processes is not None:
+        sets.append(f"distributed.processes_per_machine={request.num_processes}")
+    spec = load_spec(find_spec(request.spec), strategy.overrides, sets)
+    problem = spec.batch_problem()
+    if problem:
+        raise SpecError([Problem(problem, code="spec-batch")])
+    return spec
+
+
+def worker_arguments(request: Request) -> list[str]:
+    arguments = ["--cpu"] if request.cpu else []
+    arguments += ["--keep-precision"] if request.keep_precision else []
+    arguments += ["--stop-at", str(request.stop_at)] if request.stop_at else []
+    return arguments
+
+
+def _dry_run(spec: RunSpec, strategy: Strategy, request: Request) -> Result:
+    run = request.run or Path("runs") / f"{strategy.name}-NNN"
+    plan: LaunchPlan = plan_launch(spec, run, worker_arguments(request), machine_rank=request.machine_rank)
+    text = render_file(spec, strategy, source="spec.yaml")
+    lines = [f"# {plan.config}", text.rstrip("\n"), "", f"# {plan.note}" if plan.note else "", plan.command()]
+    return Result({"config": text, "command": plan.command()}, [line for line in lines if line is not None])
+
+
+def _complete(run: Run, step: int) -> Result:
+    line = f"{run.path} is complete ({step} steps); --fresh starts a new run"
+    summaries = read_lines(run.path / "summary.json")
+    data = {"run": str(run.path), "complete": True, "summary": summaries[-1] if summaries else None}
+    return Result(data, [line])

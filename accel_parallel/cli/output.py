@@ -1,0 +1,64 @@
+"""What every verb does with its result: text or one JSON object on stdout, problems on stderr, the exit code."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from accel_parallel.errors import AccelParallelError, Problem
+
+SCHEMA = 1
+
+
+class Output:
+    """Where a verb leaves its result."""
+
+    def __init__(self, command: str, as_json: bool) -> None:
+        self._command = command
+        self._as_json = as_json
+
+    def say(self, text: str) -> None:
+        """One line of progress, on stderr."""
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+    def finish(self, data: Any, lines: Sequence[str], problems: Sequence[Problem], exit_code: int) -> None:
+        """Print the result and end the process."""
+        if self._as_json:
+            found = [problem.to_dict() for problem in problems]
+            content = {
+                "schema": SCHEMA,
+                "command": self._command,
+                "ok": exit_code == 0,
+                "exit_code": exit_code,
+                "data": data,
+                "problems": found,
+            }
+            _print(json.dumps(content, indent=1))
+        else:
+            if lines:
+                _print("\n".join(lines))
+            for problem in problems:
+                self.say(f"{problem.severity}: {problem}")
+        sys.exit(exit_code)
+
+
+@contextmanager
+def failing(command: str, as_json: bool) -> Iterator[Output]:
+    """Turn an AccelParallelError into its line and exit code, Ctrl-C into 130."""
+    output = Output(command, as_json)
+    try:
+        yield output
+    except AccelParallelError as error:
+        output.finish(None, [], error.problems, error.exit_code)
+    except KeyboardInterrupt:
+        output.finish(None, [], [Problem("interrupted", code="interrupted")], 130)
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)  # noqa: T201
+    except BrokenPipeError:
+        # Nobody reads any more; keep the interpreter from saying so again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

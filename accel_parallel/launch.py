@@ -1,0 +1,191 @@
+"""Launching a strategy: what would run, and running it under supervision.
+
+`plan_launch` is pure; `supervise` starts Accelerate's launcher as a child and turns every end of it into one message
+and one exit code.
+"""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from accel_parallel.errors import LaunchError, Problem
+from accel_parallel.spec import RunSpec
+
+DEFAULT_PORT = 29500
+GRACE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """Arguments of `accelerate launch`, up to and including the worker's own."""
+
+    config: Path
+    launcher_arguments: tuple[str, ...]
+    worker_arguments: tuple[str, ...]
+    note: str | None = None
+
+    @property
+    def arguments(self) -> list[str]:
+        return [
+            "--config_file", str(self.config), *self.launcher_arguments,
+            "-m", "accel_parallel.train", *self.worker_arguments,
+        ]  # fmt: skip
+
+    def command(self) -> str:
+        """The same launch without us, to paste into a shell."""
+        return shlex.join(["accelerate", "launch", *self.arguments])
+
+
+def plan_launch(spec: RunSpec, run: Path, worker_arguments: Sequence[str], *, machine_rank: int | None) -> LaunchPlan:
+    """How to start `spec` in `run`, whose `accelerate.yaml` and `spec.yaml` exist.
+
+    Raises LaunchError when several machines lack an address or this machine's number.
+    """
+    launcher: list[str] = []
+    note = None
+    if spec.distributed.num_machines > 1:
+        if spec.distributed.main_process_ip is None:
+            raise LaunchError(
+                f"{spec.distributed.num_machines} machines need the address of machine 0",
+                hint="set distributed.main_process_ip",
+            )
+        if machine_rank is None:
+            raise LaunchError(
+                f"{spec.distributed.num_machines} machines: which one is this?", hint="pass --machine-rank 0, 1, ..."
+            )
+        if not 0 <= machine_rank < spec.distributed.num_machines:
+            raise LaunchError(f"--machine-rank {machine_rank} is not one of 0 to {spec.distributed.num_machines - 1}")
+        launcher += ["--machine_rank", str(machine_rank)]
+    else:
+        wanted = spec.distributed.main_process_port or DEFAULT_PORT
+        port = wanted if _is_free(wanted) else _free_port()
+        if port != wanted:
+            note = f"port {wanted} is in use: port {port} is used instead"
+        if spec.num_processes > 1:
+            launcher += ["--main_process_port", str(port)]
+    worker = ["--spec", str(run / "spec.yaml"), "--run", str(run), *worker_arguments]
+    return LaunchPlan(run / "accelerate.yaml", tuple(launcher), tuple(worker), note if spec.num_processes > 1 else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a supervised launch ended."""
+
+    exit_code: int
+    summary: dict[str, Any] | None
+    problems: list[Problem]
+    traceback: str | None = None
+
+
+def supervise(plan: LaunchPlan) -> Ended:
+    """Run it to its end. SIGTERM, SIGUSR1 and Ctrl-C stop training in order; a second Ctrl-C kills it."""
+    with tempfile.TemporaryDirectory(prefix="accel-parallel-") as name:
+        status = Path(name)
+        command = [sys.executable, "-m", "accel_parallel.train.agent", name, *plan.arguments, "--status-dir", name]
+        # A session of its own: the terminal's Ctrl-C reaches this process only, which passes it on as a request.
+        child = subprocess.Popen(command, start_new_session=True)
+        with _Signals(child, status / "stop") as signals:
+            returncode = child.wait()
+        _end_group(child)
+        return _ended(status, returncode, signals.received)
+
+
+class _Signals:
+    """Turns signals of this process into a request to stop, and the second Ctrl-C into the end."""
+
+    def __init__(self, child: subprocess.Popen[bytes], flag: Path) -> None:
+        self._child = child
+        self._flag = flag
+        self._previous: dict[int, Any] = {}
+        self.received: int | None = None
+
+    def __enter__(self) -> "_Signals":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received == signal.SIGINT:
+            _end_group(self._child)
+            return
+        self.received = number
+        self._flag.touch()
+        text = "stopping after the current step with a checkpoint"
+        again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
+        print(f"\n{text}{again}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _end_group(child: subprocess.Popen[bytes]) -> None:
+    """Leave no process of the launch behind."""
+    try:
+        os.killpg(child.pid, signal.SIGTERM)
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline:
+            os.killpg(child.pid, 0)
+            child.poll()
+            time.sleep(0.05)
+        os.killpg(child.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _ended(status: Path, returncode: int, received: int | None) -> Ended:
+    summary = _read(status / "summary.json")
+    if returncode == 0 and summary is not None:
+        return Ended(130 if received == signal.SIGINT else 0, summary, [])
+    errors = [error for path in sorted(status.glob("error-*.json")) if (error := _read(path))]
+    if errors:
+        first = min(errors, key=lambda error: (error["exit_code"] != 2, error["rank"]))
+        problems = [Problem(**problem) for problem in first["problems"]]
+        return Ended(first["exit_code"], summary, problems, first["traceback"])
+    if received == signal.SIGINT:
+        return Ended(130, summary, [])
+    agent = _read(status / "agent.json") or {}
+    problems = [Problem(_worker_end(failure), code="worker") for failure in agent.get("failures", [])[:1]]
+    if not problems:
+        message = agent.get("message") or f"the launcher ended with exit code {returncode} and no result"
+        problems = [Problem(message, code="launcher")]
+    return Ended(1, summary, problems)
+
+
+def _worker_end(failure: dict[str, int]) -> str:
+    code = failure["exit_code"]
+    if code < 0:
+        name = signal.Signals(-code).name
+        why = " (out of memory?)" if -code == signal.SIGKILL else ""
+        return f"rank {failure['rank']} was killed by {name}{why}"
+    return f"rank {failure['rank']} ended with exit code {code} without saying why"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", port)) != 0
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,66 @@
+"""The lines of `metrics.jsonl`, and how numbers are shown to people.
+
+Units: GiB is 2**30 bytes; tokens and FLOPs are plain counts.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+
+
+def to_line(kind: str, values: Mapping[str, Any]) -> str:
+    """One JSON object on one line. Numbers that are not finite become null: JSON has no NaN."""
+    return json.dumps({"kind": kind, **{key: _finite(value) for key, value in values.items()}})
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a `metrics.jsonl`, without a last line that was cut off by a kill."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def by_step(rows: Iterable[Mapping[str, Any]], kind: str) -> dict[int, Mapping[str, Any]]:
+    """The lines of one kind by step in rising order; after a replay the last line of a step wins."""
+    latest = {int(row["step"]): row for row in rows if row["kind"] == kind}
+    return dict(sorted(latest.items()))
+
+
+def mfu(tokens_per_sec: float, flops_per_token: float, peak_tflops: float, num_processes: int) -> float:
+    """Model FLOPs utilisation, a fraction: FLOPs the model needs over FLOPs the accelerators could do.
+
+    Chowdhery et al. 2022, "PaLM", appendix B. `peak_tflops` is dense, per accelerator, at the precision in use.
+    """
+    return tokens_per_sec * flops_per_token / (peak_tflops * 1e12 * num_processes)
+
+
+def format_gib(gib: float) -> str:
+    return f"{gib:.2f} GiB"
+
+
+def format_tokens_per_sec(rate: float) -> str:
+    return f"{rate:,.0f} tokens/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """`42 s`, `3 min 5 s` or `2 h 10 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,150 @@
+"""Run directories: which one a launch continues, and what it finds there.
+
+A run is `runs/<strategy>-<NNN>/` with `spec.yaml`, `accelerate.yaml`, `metrics.jsonl`, `environment.json`,
+`summary.json` and `checkpoints/step-<NNNNNNNN>/`. Nothing here removes anything.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_parallel.errors import RunError, SpecError
+from accel_parallel.spec import RunSpec, dump_spec, load_spec
+
+ROOT = Path("runs")
+_NUMBERED = re.compile(r"-(\d{3,})$")
+_STEP = re.compile(r"step-(\d{8,})$")
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A directory that holds this specification, new or to be continued."""
+
+    path: Path
+    continues: bool
+    note: str | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+
+def open_run(
+    spec: RunSpec, strategy: str, *, root: Path = ROOT, explicit: Path | None = None, fresh: bool = False
+) -> Run:
+    """The directory this launch writes to, created with its `spec.yaml` if it is new.
+
+    `explicit` names one, which may hold a run of another strategy; otherwise the newest run of `strategy` whose
+    deciding keys are equal is continued, and `fresh` or a different specification takes the next number.
+    Raises RunError when the named directory holds a run of another specification, or cannot be written.
+    """
+    if explicit is not None:
+        return _explicit(spec, explicit, fresh)
+    existing = _numbered(root, strategy)
+    note = None
+    if not fresh:
+        for path in reversed(existing):
+            differences = _differences(path, spec)
+            if not differences:
+                return _write_spec(Run(path, continues=True), spec)
+            note = note or f"{path} holds another specification ({'; '.join(differences)}): starting a new run"
+    last = int(_NUMBERED.search(existing[-1].name)[1]) if existing else 0  # type: ignore[index]
+    return _create(root, strategy, last + 1, spec, note)
+
+
+def _explicit(spec: RunSpec, path: Path, fresh: bool) -> Run:
+    if not (path / "spec.yaml").exists():
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunError(f"{path} is not a run directory and not empty", hint="name a new directory with --run")
+        return _write_spec(Run(path, continues=False), spec)
+    if fresh:
+        raise RunError(f"{path} already holds a run, and nothing is overwritten", hint="name a new directory with --run")
+    differences = _differences(path, spec)
+    if differences:
+        raise RunError(
+            f"{path} holds another specification: {'; '.join(differences)}",
+            hint="--fresh without --run starts a new run directory",
+        )
+    return _write_spec(Run(path, continues=True), spec)
+
+
+def _create(root: Path, strategy: str, number: int, spec: RunSpec, note: str | None) -> Run:
+    while True:
+        path = root / f"{strategy}-{number:03d}"
+        try:
+            path.mkdir(parents=True)
+            break
+        except FileExistsError:
+            if not path.is_dir():
+                raise RunError(f"{path} is a file", hint="move it away") from None
+            number += 1
+        except OSError as error:
+            raise _not_writable(path, error) from None
+    return _write_spec(Run(path, continues=False, note=note), spec)
+
+
+def _write_spec(run: Run, spec: RunSpec) -> Run:
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(run.path / "spec.yaml", dump_spec(spec))
+    except OSError as error:
+        raise _not_writable(run.path, error) from None
+    return run
+
+
+def _not_writable(path: Path, error: OSError) -> RunError:
+    return RunError(f"cannot write to {path}: {error.strerror}", hint="name another directory with --run")
+
+
+def _numbered(root: Path, strategy: str) -> list[Path]:
+    """Existing directories of this strategy, oldest number first."""
+    found = [path for path in root.glob(f"{strategy}-*") if _NUMBERED.fullmatch(path.name.removeprefix(strategy))]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def _differences(path: Path, spec: RunSpec) -> list[str]:
+    try:
+        return load_spec(path / "spec.yaml").identity_differences(spec)
+    except SpecError:
+        return ["its spec.yaml cannot be read"]
+
+
+def complete_checkpoints(run: Path) -> dict[int, Path]:
+    """Complete checkpoints by step, oldest first. One without a readable manifest is not complete."""
+    found = {}
+    for path in (run / "checkpoints").glob("step-*"):
+        match = _STEP.fullmatch(path.name)
+        if match and read_manifest(path) is not None:
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    return next(reversed(complete_checkpoints(run).values()), None)
+
+
+def newest_step(run: Path) -> int:
+    """Optimizer steps in the newest complete checkpoint, 0 if there is none."""
+    return next(reversed(complete_checkpoints(run)), 0)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, object] | None:
+    """What a checkpoint says about itself, or None if it does not say anything readable."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) else None
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a small text file so that a reader sees the old or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

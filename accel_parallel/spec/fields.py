@@ -1,0 +1,74 @@
+"""Building blocks of the specification: where a key goes, and the types its values may have."""
+
+import re
+from decimal import Decimal
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+
+
+class Destination(StrEnum):
+    """Where a key of the specification takes effect."""
+
+    YAML = "accelerate YAML"
+    ACCELERATOR = "Accelerator argument"
+    OURS = "training loop"
+
+
+class Section(BaseModel):
+    """A frozen group of keys; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def carried_by_yaml() -> Any:
+    """A key that Accelerate's YAML carries: changed in the specification, never by `train --set`."""
+    return Field(json_schema_extra={"destination": Destination.YAML.value})
+
+
+def passed_to_accelerator() -> Any:
+    """A key that becomes an argument of `accelerate.Accelerator` or of one of its handlers."""
+    return Field(json_schema_extra={"destination": Destination.ACCELERATOR.value})
+
+
+_COUNT = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([kKmMbBgGtT]?)$")
+_LARGEST = 10**18
+_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+
+def parse_count(value: Any) -> Any:
+    """Read `1e6`, `20M`, `64k` or `1_000_000` as a whole number; anything else is left for the type check.
+
+    Suffixes are decimal: k is 10**3, M 10**6, B and G 10**9, T 10**12.
+    """
+    if isinstance(value, bool):
+        raise ValueError("should be a whole number, not true or false")
+    if not isinstance(value, str):
+        return value
+    match = _COUNT.match(value.strip())
+    if match is None:
+        raise ValueError("should be a whole number such as 1000000, 1e6, 20M or 64k")
+    number = Decimal(match[1].replace("_", "")) * _SUFFIX[match[2].lower()]
+    if abs(number) > _LARGEST or number != number.to_integral_value():
+        raise ValueError("should be a whole number such as 1000000, 1e6, 20M or 64k")
+    return int(number)
+
+
+def _refuse_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("should be a number, not true or false")
+    return value
+
+
+def _yaml_no(value: Any) -> Any:
+    """An unquoted `no` is the boolean false in YAML 1.1."""
+    return "no" if value is False else value
+
+
+Number = Annotated[int, BeforeValidator(parse_count)]
+Count = Annotated[Number, Field(ge=1)]
+NonNegative = Annotated[Number, Field(ge=0)]
+Real = Annotated[float, BeforeValidator(_refuse_bool)]
+Flag = StrictBool
+NoIsAWord = BeforeValidator(_yaml_no)

@@ -1,0 +1,38 @@
+"""`accelerate launch`, told to end in order: `python -m accel_parallel.train.agent STATUS_DIR ARGUMENTS...`.
+
+Accelerate's own command ends every failed worker with a traceback of the launcher and exit code 1. This one runs the
+same code and writes `agent.json`: which rank failed first, and how.
+"""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(argv: list[str]) -> int:
+    status, arguments = Path(argv[0]), argv[1:]
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # What the elastic agent has to say about failures is in its exception; the launcher words it once.
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    report: dict[str, Any] = {"ok": True}
+    try:
+        launch_command(launch_command_parser().parse_args(arguments))
+    except ChildFailedError as error:
+        failures = [{"rank": rank, "exit_code": failure.exitcode} for rank, failure in error.failures.items()]
+        report = {"ok": False, "failures": failures}
+    except subprocess.CalledProcessError as error:
+        report = {"ok": False, "failures": [{"rank": 0, "exit_code": error.returncode}]}
+    except (ValueError, OSError, RuntimeError) as error:
+        report = {"ok": False, "failures": [], "message": f"{type(error).__name__}: {error}"}
+    (status / "agent.json").write_text(json.dumps(report), encoding="utf-8")
+    return 0 if report["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

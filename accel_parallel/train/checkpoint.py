@@ -1,0 +1,175 @@
+"""Checkpoints through torch.distributed.checkpoint: one format for every strategy and number of processes.
+
+A checkpoint is written into a hidden directory and renamed when all of it is on disk: complete or invisible.
+"""
+
+import errno
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from torch import nn
+
+from accel_parallel import __version__
+from accel_parallel.errors import AccelParallelError, RunError
+from accel_parallel.runs import MANIFEST, Run, complete_checkpoints, newest_checkpoint, read_manifest
+from accel_parallel.train.runtime import Runtime
+from accel_parallel.train.state import TrainState
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is on disk. `seconds` is how long the loop stood still for it."""
+
+    path: Path
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """The checkpoints of one run. Saving and restoring are collective: every rank."""
+
+    run: Run
+    keep: int
+    runtime: Runtime
+    data_fingerprint: str
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> Saved:
+        """Collective. Write `checkpoints/step-<NNNNNNNN>`, then remove complete ones beyond the newest `keep`.
+
+        Raises RunError when the disk does not take it; earlier checkpoints stay as they are.
+        """
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        begun = time.perf_counter()
+        final = self.run.checkpoints / f"step-{state.step:08d}"
+        partial = final.with_name(f".partial-{final.name}")
+        with self._as_one(f"cannot save {final}"):
+            if self.runtime.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+        weights, moments = get_state_dict(model, unwrap(optimizer))
+        with self._as_one(f"cannot save {final}"):
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=self._alone)
+        with self._as_one(f"cannot save {final}"):
+            if self.runtime.is_main:
+                self._publish(partial, final, state)
+        size = sum(path.stat().st_size for path in final.iterdir()) if self.runtime.is_main else 0
+        return Saved(final, time.perf_counter() - begun, size)
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
+        """Collective. Load the newest complete checkpoint in place; a fresh state if there is none."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        newest = self.runtime.tell_all(newest_checkpoint(self.run.path))
+        if newest is None:
+            return TrainState()
+        manifest: dict[str, Any] = read_manifest(newest) or {}
+        if manifest.get("format") != FORMAT:
+            raise RunError(f"{newest} has format {manifest.get('format')}, this version reads {FORMAT}")
+        if manifest["data"] != self.data_fingerprint:
+            raise RunError(
+                f"{newest} was trained on other tokens ({manifest['data'][:12]}) than these ({self.data_fingerprint[:12]}): "
+                "the text or its tokenizer changed",
+                hint="--fresh starts a new run",
+            )
+        weights, moments = get_state_dict(model, unwrap(optimizer))
+        with self._as_one(f"cannot load {newest}"):
+            dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=newest, no_dist=self._alone)
+        set_state_dict(model, unwrap(optimizer), model_state_dict=weights, optim_state_dict=moments)
+        return TrainState(**manifest["state"])
+
+    @property
+    def _alone(self) -> bool:
+        return self.runtime.world_size == 1
+
+    def _as_one(self, doing: str) -> "_Together":
+        return _Together(self.runtime, doing)
+
+    def _publish(self, partial: Path, final: Path, state: TrainState) -> None:
+        files = sorted(path for path in partial.iterdir() if path.is_file())
+        for path in files:
+            _fsync(path)
+        manifest = {
+            "format": FORMAT,
+            "state": asdict(state),
+            "strategy": self.runtime.asked.strategy_name,
+            "world_size": self.runtime.world_size,
+            "data": self.data_fingerprint,
+            "files": {path.name: path.stat().st_size for path in files},
+            "versions": {"accel_parallel": __version__, "torch": torch.__version__, "accelerate": accelerate.__version__},
+            "spec": self.runtime.spec.model_dump(mode="json"),
+        }
+        with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _fsync(final.parent)
+        for path in list(complete_checkpoints(self.run.path).values())[: -self.keep]:
+            shutil.rmtree(path)
+
+
+class _Together:
+    """Something each process does and that may fail on some: then all of them raise, instead of some waiting forever."""
+
+    def __init__(self, runtime: Runtime, doing: str) -> None:
+        self.runtime = runtime
+        self.doing = doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return
+        reasons = self.runtime.gather_objects(None if error is None else _reason(error))
+        failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason is not None]
+        if failed:
+            rank, reason = failed[0]
+            raise RunError(
+                f"{self.doing}: {reason} (rank {rank})", hint="earlier checkpoints are as they were"
+            ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The operating system's or our own words; DCP wraps the cause of each rank."""
+    if isinstance(error, AccelParallelError):
+        return str(error)
+    failures = getattr(error, "failures", None)
+    if failures:
+        first = next(iter(failures.values()))
+        error = first[0] if isinstance(first, tuple) else first
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    text = str(error).strip().splitlines()
+    # The file writer reports a full disk as a failed assertion inside the serializer.
+    if "PytorchStreamWriter failed" in str(error) or "file write failed" in str(error):
+        return os.strerror(errno.ENOSPC) + " or the file cannot be written"
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+
+
+def unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside Accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

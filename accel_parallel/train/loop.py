@@ -1,0 +1,92 @@
+"""The training loop. It does not know how the model is spread over the processes.
+
+Legend: B sequences of this process's micro-batch, T tokens.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from accel_parallel.runs import Run, complete_checkpoints
+from accel_parallel.train.checkpoint import Checkpoints
+from accel_parallel.train.data import TokenData, TrainBatches, ValBatches
+from accel_parallel.train.evaluate import evaluate
+from accel_parallel.train.meter import Meter
+from accel_parallel.train.model import TransformerLM
+from accel_parallel.train.optimize import build_optimizer, set_lr
+from accel_parallel.train.report import Reporter
+from accel_parallel.train.runtime import Runtime
+from accel_parallel.train.state import Due, TrainState
+from accel_parallel.train.stop import StopRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a launch ended, the same on every process. `tokens_per_sec` leaves out evaluation and saving."""
+
+    model: nn.Module
+    state: TrainState
+    val_loss: float
+    held_out: ValBatches
+    tokens_per_sec: float
+    checkpoint: Path
+
+
+def train(
+    runtime: Runtime, data: TokenData, run: Run, reporter: Reporter, stop: StopRequest, *, stop_at: int | None = None
+) -> Outcome:
+    """Collective. Train from the newest checkpoint of `run` to the last step, or to `stop_at`.
+
+    Raises TrainingError when a loss is not finite, MismatchError when what runs is not what was asked for,
+    RunError when a checkpoint cannot be written or read.
+    """
+    spec, accelerator, device = runtime.spec, runtime.accelerator, runtime.device
+    batches = TrainBatches(data, spec.model.seq_len, spec.training, runtime.rank, runtime.world_size)
+    held_out = ValBatches(
+        data, spec.model.seq_len, spec.training, spec.logging.eval_batches, runtime.rank, runtime.world_size
+    )
+    model: nn.Module = TransformerLM(spec.model)
+    model.init_weights(spec.training.seed)
+    model, optimizer = runtime.prepare(model, build_optimizer(model, spec.training), *batches.step(0)[0])
+    checkpoints = Checkpoints(run, spec.checkpoint.keep, runtime, data.fingerprint)
+    state = checkpoints.restore(model, optimizer)
+    reporter.start(state, held_out.unigram_entropy)
+    last_step = min(spec.training.steps, stop_at or spec.training.steps)
+    meter, val_loss, done = Meter(runtime), None, state.step >= last_step
+
+    while not done:
+        step = state.step + 1
+        lr = set_lr(optimizer, step, spec.training)
+        for tokens, labels in batches.step(state.samples):  # (B, T) each
+            with accelerator.accumulate(model):
+                loss = model(tokens.to(device), labels.to(device))
+                accelerator.backward(loss)
+            meter.add(loss, step)
+        meter.end_step(runtime.clip(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        state = state.advance(spec)
+
+        due = Due.after(step, last_step, spec)
+        if due.report:
+            reading = meter.read(bool(stop))  # collective: every rank
+            due = due.with_stop(reading.stop)
+            reporter.train(state, reading, lr)
+        if due.evaluate:
+            val_loss = evaluate(runtime, model, held_out)  # collective: every rank
+            reporter.evaluation(state, val_loss)
+        if due.save:
+            reporter.saved(state, checkpoints.save(model, optimizer, state))  # collective: every rank
+        if due.evaluate or due.save:
+            meter.restart_clock()
+        done = due.stop
+
+    return Outcome(
+        model=model,
+        state=state,
+        val_loss=evaluate(runtime, model, held_out) if val_loss is None else val_loss,
+        held_out=held_out,
+        tokens_per_sec=meter.mean_tokens_per_sec,
+        checkpoint=complete_checkpoints(run.path)[state.step],
+    )

@@ -1,0 +1,117 @@
+"""Where the numbers of a run go: metrics.jsonl, the progress bar, trackers. Only the main process writes."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from accel_parallel.metrics import by_step, format_gib, format_tokens_per_sec, read_lines, to_line
+from accel_parallel.runs import Run, write_atomic
+from accel_parallel.train.checkpoint import Saved
+from accel_parallel.train.meter import Reading
+from accel_parallel.train.state import TrainState
+
+
+class Reporter:
+    """Collects a run's lines. On processes other than the main one everything is a no-op."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        total_steps: int,
+        active: bool,
+        track: Callable[[dict[str, Any], int], None],
+        environment: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._run = run
+        self._active = active
+        self._track = track
+        self._environment = environment
+        self._file: TextIO | None = None
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._total = total_steps
+        self._unigram_entropy = 0.0
+
+    def __enter__(self) -> Self:
+        if self._active:
+            self._file = self._run.metrics.open("a", encoding="utf-8", buffering=1)
+            console = Console(stderr=True)
+            if console.is_terminal:
+                self._bar = Progress(
+                    TextColumn("step {task.completed}/{task.total}"),
+                    BarColumn(bar_width=None),
+                    TextColumn("{task.fields[numbers]}"),
+                    TimeRemainingColumn(compact=True),
+                    console=console,
+                    expand=True,
+                )
+                self._task = self._bar.add_task("", total=self._total, numbers="")
+                self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._file is not None:
+            self._file.close()
+
+    def say(self, text: str) -> None:
+        """One line for a person, above the progress bar."""
+        if not self._active:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+    def line(self, kind: str, values: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl, and give its numbers to the trackers."""
+        if self._file is not None:
+            self._file.write(to_line(kind, {**values, "time": time.time()}) + "\n")
+        if "step" in values:
+            numbers = {f"{kind}/{key}": value for key, value in values.items() if _is_number(value) and key != "step"}
+            self._track(numbers, values["step"])
+
+    def start(self, state: TrainState, unigram_entropy: float) -> None:
+        """The model is prepared and checked, and training goes on from `state`."""
+        self._unigram_entropy = unigram_entropy
+        if self._active:
+            write_atomic(self._run.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
+        if state.step:
+            self.say(f"continues at step {state.step} of {self._total}")
+
+    def train(self, state: TrainState, reading: Reading, lr: float) -> None:
+        values = {"step": state.step, "tokens": state.tokens, "lr": lr, **asdict(reading)}
+        del values["stop"]
+        self.line("train", values)
+        numbers = (
+            f"loss {reading.loss:.4f}  lr {lr:.2e}  "
+            f"{format_tokens_per_sec(reading.tokens_per_sec)}  {format_gib(reading.peak_memory_gib)}"
+        )
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=state.step, numbers=numbers)
+        else:
+            self.say(f"step {state.step}/{self._total}  {numbers}")
+
+    def evaluation(self, state: TrainState, loss: float) -> None:
+        self.line("eval", {"step": state.step, "loss": loss, "unigram_entropy": self._unigram_entropy})
+        self.say(f"step {state.step}: validation loss {loss:.4f}, unigram entropy {self._unigram_entropy:.4f}")
+
+    def saved(self, state: TrainState, save: Saved) -> None:
+        self.line("save", {"step": state.step, "path": save.path.name, "seconds": save.seconds, "bytes": save.bytes})
+
+    def losses(self) -> tuple[float | None, float | None]:
+        """The first and the last train loss of the whole run, earlier launches included."""
+        rows = list(by_step(read_lines(self._run.metrics), "train").values())
+        return (rows[0]["loss"], rows[-1]["loss"]) if rows else (None, None)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

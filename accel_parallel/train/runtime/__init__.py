@@ -1,0 +1,240 @@
+"""From the launcher's environment to a prepared model that is what was asked for.
+
+The only package that knows how Accelerate behaves; the loop sees devices, collectives and a model, never a strategy.
+"""
+
+import os
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    broadcast_object_list,
+    gather_object,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+
+from accel_parallel.errors import LaunchError, Problem, SpecError
+from accel_parallel.hardware import ACCELERATORS
+from accel_parallel.metrics import mfu
+from accel_parallel.spec import RunSpec
+from accel_parallel.train.runtime import cpu
+from accel_parallel.train.runtime.asked import Asked, Parallelism
+from accel_parallel.train.runtime.check import check
+from accel_parallel.train.runtime.observe import Observed, Original, observe, watch
+
+T = TypeVar("T")
+
+
+@dataclass
+class Runtime:
+    """The processes of one launch. Every method marked collective must be called by all of them."""
+
+    accelerator: Accelerator
+    asked: Asked
+    spec: RunSpec
+    substitutions: list[cpu.Substitution]
+    observed: Observed | None = field(default=None, init=False)
+
+    @classmethod
+    def start(cls, spec: RunSpec, *, force_cpu: bool = False, keep_precision: bool = False) -> "Runtime":
+        """Collective. Join the process group that the launcher's environment describes.
+
+        The returned `spec` carries the world and the precision of that environment: the YAML decides, not the file.
+        Raises LaunchError with fewer accelerators than processes, SpecError if the batch does not divide.
+        """
+        asked = Asked.from_environment(os.environ)
+        spec = adapt_spec(spec, asked)
+        on_cpu = force_cpu or not _has_accelerator(asked)
+        changed: list[cpu.Substitution] = []
+        if on_cpu:
+            changed = cpu.substitutions(asked, spec.distributed.backend, keep_precision)
+            cpu.prepare_environment(asked, keep_precision)
+            cpu.use_all_cores(asked.local_world_size)
+        elif asked.local_world_size > torch.accelerator.device_count():
+            raise LaunchError(
+                f"{asked.local_world_size} processes on this machine, {torch.accelerator.device_count()} accelerators",
+                hint="lower distributed.processes_per_machine (or --num-processes), or run on CPU with --cpu",
+            )
+        if spec.training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        _join(spec, asked, on_cpu)
+        return cls(Accelerator(**accelerator_arguments(spec, asked, on_cpu=on_cpu)), asked, spec, changed)
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Collective. Prepare both, run one forward and backward pass that is thrown away, and check what runs.
+
+        The discarded pass (`tokens`, `labels`: (B, T), this process's) meets out-of-memory errors before the first
+        step, and lets DDP rebuild its buckets, which it does after its first backward pass: without it a resumed
+        run would differ in the last bits from one that never stopped. Raises MismatchError.
+        """
+        original = Original.of(model)
+        model, optimizer = self.accelerator.prepare(model, optimizer)
+        with watch(model) as step:
+            loss = model(tokens.to(self.device), labels.to(self.device))
+            self.accelerator.backward(loss)
+        optimizer.zero_grad()
+        self.observed = observe(model, original, step, self.world_size, self.asked.shard_size)
+        check(self.asked, self.observed, original, self.accelerator.mixed_precision)
+        return model, optimizer
+
+    def clip(self, model: nn.Module) -> Tensor:
+        """Collective. Clip the gradients in place; their global norm before that, a float32 scalar on the device."""
+        limit = self.spec.training.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf") if limit is None else limit)
+        # Version 2 returns a sharded scalar, of which each process holds only its part.
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Collective. (K,) on each process -> (world_size, K) on every process."""
+        return self.accelerator.gather(values).reshape(self.world_size, -1)
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Collective. One small picklable object per process, in rank order, on every process."""
+        return gather_object([value]) if self.world_size > 1 else [value]
+
+    def tell_all(self, value: T) -> T:
+        """Collective. The main process's object, on every process."""
+        return broadcast_object_list([value])[0] if self.world_size > 1 else value
+
+    def mfu(self, tokens_per_sec: float) -> float | None:
+        """Model FLOPs utilisation, a fraction of the peak of `hardware.accelerator`; none on CPU."""
+        if self.device.type == "cpu":
+            return None
+        peak = ACCELERATORS[self.spec.hardware.accelerator].peak_bf16_tflops
+        return mfu(tokens_per_sec, self.spec.model.shape.flops_per_token(), peak, self.world_size)
+
+    def end(self) -> None:
+        """Collective. Close trackers and leave the process group."""
+        self.accelerator.end_training()
+
+
+def adapt_spec(spec: RunSpec, asked: Asked) -> RunSpec:
+    """The specification with the world and precision of the launch. Raises SpecError if the batch does not divide."""
+    spec = spec.with_world(asked.num_machines, asked.local_world_size)
+    if asked.mixed_precision in ("no", "bf16"):
+        distributed = spec.distributed.model_copy(update={"mixed_precision": asked.mixed_precision})
+        spec = spec.model_copy(update={"distributed": distributed})
+    problem = spec.batch_problem()
+    if problem:
+        raise SpecError([Problem(problem, code="spec-batch")])
+    if asked.activation_checkpointing and spec.model.activation_checkpointing != "none":
+        message = (
+            "activation checkpointing is asked for twice: model.activation_checkpointing "
+            f"{spec.model.activation_checkpointing} and fsdp_activation_checkpointing in the YAML; keep one"
+        )
+        raise SpecError([Problem(message, code="spec-checkpointing")])
+    return spec
+
+
+def accelerator_arguments(spec: RunSpec, asked: Asked, *, on_cpu: bool) -> dict[str, Any]:
+    """What `Accelerator` is told besides the launcher's environment."""
+    arguments: dict[str, Any] = {
+        "kwargs_handlers": [
+            DistributedDataParallelKwargs(
+                bucket_cap_mb=spec.ddp.bucket_cap_mb,
+                gradient_as_bucket_view=spec.ddp.gradient_as_bucket_view,
+                static_graph=spec.ddp.static_graph,
+            )
+        ],
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(
+            num_steps=spec.training.grad_accum_steps,
+            sync_with_dataloader=False,
+            sync_each_batch=asked.fsdp and spec.fsdp.sync_each_batch,
+        ),
+        "log_with": list(spec.logging.trackers) or None,
+    }
+    if asked.fsdp:
+        arguments["fsdp_plugin"] = fsdp_plugin(asked, on_cpu=on_cpu)
+    return arguments
+
+
+def fsdp_plugin(asked: Asked, *, on_cpu: bool) -> FullyShardedDataParallelPlugin:
+    """Accelerate's plugin from the environment, with gradients reduced in float32.
+
+    Accelerate's own bf16 policy reduces gradients in bf16 and, in version 2, casts the returned loss to bf16
+    (utils/dataclasses.py, 1.15); DDP does neither, and the strategies must agree.
+    """
+    plugin = FullyShardedDataParallelPlugin()
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "bf16":
+        plugin.mixed_precision_policy = (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            if asked.parallelism is Parallelism.FSDP2
+            else MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        )
+    if on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    return plugin
+
+
+def _has_accelerator(asked: Asked) -> bool:
+    return torch.accelerator.is_available() and torch.accelerator.device_count() > 0
+
+
+def _join(spec: RunSpec, asked: Asked, on_cpu: bool) -> None:
+    """Create Accelerate's process state, and with it the process group."""
+    options: dict[str, Any] = {}
+    if asked.world_size > 1:
+        options["timeout"] = timedelta(minutes=spec.distributed.timeout_minutes)
+        if not on_cpu and torch.accelerator.current_accelerator() == torch.device("cuda"):
+            # gloo beside NCCL: checkpoints of offloaded shards and asynchronous saves use CPU tensors.
+            options["backend"] = "gloo" if spec.distributed.backend == "gloo" else "cuda:nccl,cpu:gloo"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
+        PartialState(cpu=on_cpu, **options)
+    if on_cpu and asked.fsdp:
+        cpu.promote_to_fsdp()
+
+
+def local_rank() -> int:
+    """This process's number on its machine, before any process group exists."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def describe(run: Runtime) -> dict[str, Any]:
+    """What was asked, substituted and observed, for `environment.json`."""
+    observed = run.observed
+    return {
+        "asked": {name: getattr(run.asked, name) for name in Asked.__slots__},
+        "substitutions": [item.to_dict() for item in run.substitutions],
+        "observed": None
+        if observed is None
+        else {
+            "parallelism": observed.parallelism,
+            "world_size": observed.world_size,
+            "parameters_in_this_process": observed.local_elements,
+            "units": observed.units,
+            "compute_dtypes": sorted(str(dtype) for dtype in observed.compute_dtypes),
+        },
+        "device": str(run.device),
+    }
+
+
+__all__ = ["Asked", "Parallelism", "Path", "Runtime", "adapt_spec", "describe", "local_rank"]

@@ -1,0 +1,171 @@
+"""One launched process from start to end: data, process group, run directory, loop, summary."""
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+
+from accel_parallel import __version__
+from accel_parallel.errors import AccelParallelError, RunError, TrainingError
+from accel_parallel.metrics import to_line
+from accel_parallel.runs import Run, newest_checkpoint, open_run, write_atomic
+from accel_parallel.spec import RunSpec
+from accel_parallel.train.data import TokenData, prepare
+from accel_parallel.train.generate import generate
+from accel_parallel.train.loop import Outcome, train
+from accel_parallel.train.meter import peak_memory_gib
+from accel_parallel.train.report import Reporter
+from accel_parallel.train.runtime import Runtime, describe, local_rank
+from accel_parallel.train.stop import StopRequest
+
+SAMPLE_PROMPT_TOKENS = 24
+SAMPLE_TOKENS = 48
+# Only these say something about a run; the rest of an environment may hold secrets.
+RECORDED_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line of a worker says besides the specification."""
+
+    run: Path | None = None
+    fresh: bool = False
+    force_cpu: bool = False
+    keep_precision: bool = False
+    stop_at: int | None = None
+    stop_flag: Path | None = None
+
+
+def run_session(spec: RunSpec, options: Options, stop: StopRequest) -> dict[str, Any] | None:
+    """Collective. Train as the launcher's environment says; the summary on the main process, None on the others."""
+    say = _say if int(os.environ.get("RANK", "0")) == 0 else _silent
+    data = prepare(spec.data, spec.model.vocab_size, leader=local_rank() == 0, say=say)
+    runtime = Runtime.start(spec, force_cpu=options.force_cpu, keep_precision=options.keep_precision)
+    same_data(runtime, data)
+    for item in runtime.substitutions:
+        say(f"on CPU: {item}")
+    run = agree_on_run(runtime, options)
+    if run.note:
+        say(run.note)
+    with tracking(runtime, run) as reporter:
+        try:
+            outcome = train(runtime, data, run, reporter, stop, stop_at=options.stop_at)
+        except TrainingError as error:
+            good = newest_checkpoint(run.path)
+            where = f"last good checkpoint: {good}" if good else "no checkpoint was written yet"
+            raise TrainingError(error.message, hint=f"{where}; lower training.lr or look at the data") from None
+        summary = summarize(runtime, data, run, outcome, reporter)
+    runtime.end()
+    return summary if runtime.is_main else None
+
+
+def same_data(runtime: Runtime, data: TokenData) -> None:
+    """Collective. Raises RunError when the machines do not hold the same tokens."""
+    prints = runtime.gather_objects(data.fingerprint)
+    odd = [rank for rank, print_ in enumerate(prints) if print_ != prints[0]]
+    if odd:
+        raise RunError(
+            f"rank {odd[0]} holds other tokens than rank 0: the machines read different text",
+            hint="prepare once with ACCEL_PARALLEL_CACHE on a file system they share",
+        )
+
+
+def agree_on_run(runtime: Runtime, options: Options) -> Run:
+    """Collective. The main process opens the run directory, the others are told."""
+    answer: Run | AccelParallelError
+    try:
+        name = runtime.asked.strategy_name
+        answer = open_run(runtime.spec, name, explicit=options.run, fresh=options.fresh) if runtime.is_main else _NOBODY
+    except AccelParallelError as error:
+        answer = error
+    answer = runtime.tell_all(answer)
+    if isinstance(answer, AccelParallelError):
+        raise answer
+    return answer
+
+
+_NOBODY = Run(Path(), continues=False)
+
+
+def tracking(runtime: Runtime, run: Run) -> Reporter:
+    """The reporter of this run, with Accelerate's trackers started if any were asked for."""
+    if runtime.spec.logging.trackers:
+        # Accelerate's TensorBoard tracker takes numbers, booleans and strings only.
+        config = {key: value if isinstance(value, int | float) else str(value) for key, value in runtime.spec.flat().items()}
+        runtime.accelerator.project_configuration.set_directories(str(run.path))
+        runtime.accelerator.init_trackers("trackers", config=config)
+    return Reporter(
+        run,
+        total_steps=runtime.spec.training.steps,
+        active=runtime.is_main,
+        track=lambda numbers, step: runtime.accelerator.log(numbers, step=step),
+        environment=lambda: environment(runtime),
+    )
+
+
+def environment(runtime: Runtime) -> dict[str, Any]:
+    """What ran where: versions, what was asked, substituted and observed. No secrets: named variables only."""
+    return {
+        "versions": {
+            "accel_parallel": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "accelerate": accelerate.__version__,
+        },
+        "command": sys.argv,
+        "host": platform.node(),
+        "variables": {key: value for key, value in os.environ.items() if key.startswith(RECORDED_VARIABLES)},
+        **describe(runtime),
+    }
+
+
+def summarize(runtime: Runtime, data: TokenData, run: Run, outcome: Outcome, reporter: Reporter) -> dict[str, Any]:
+    """Collective. Everything the closing summary shows, also written to `summary.json`."""
+    prompt = [int(token) for token in data.val[:SAMPLE_PROMPT_TOKENS]]
+    continuation = generate(
+        outcome.model,
+        prompt,
+        max_new_tokens=SAMPLE_TOKENS,
+        seq_len=runtime.spec.model.seq_len,
+        vocab_size=data.vocab_size,
+        device=runtime.device,
+        seed=runtime.spec.training.seed,
+    )
+    peaks = runtime.gather_objects(peak_memory_gib(runtime.device))
+    if not runtime.is_main:
+        return {}
+    first_loss, last_loss = reporter.losses()
+    summary = {
+        "run": str(run.path),
+        "strategy": runtime.asked.strategy_name,
+        "world_size": runtime.world_size,
+        "device": runtime.device.type,
+        "step": outcome.state.step,
+        "steps": runtime.spec.training.steps,
+        "tokens": outcome.state.tokens,
+        "first_train_loss": first_loss,
+        "last_train_loss": last_loss,
+        "val_loss": outcome.val_loss,
+        "unigram_entropy": outcome.held_out.unigram_entropy,
+        "val_tokens": outcome.held_out.num_targets_total,
+        "tokens_per_sec": outcome.tokens_per_sec,
+        "peak_memory_gib": peaks,
+        "checkpoint": str(outcome.checkpoint),
+        "prompt": data.decode(prompt),
+        "sample": data.decode(continuation),
+    }
+    write_atomic(run.path / "summary.json", to_line("summary", summary) + "\n")
+    return summary
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _silent(text: str) -> None:
+    return None
