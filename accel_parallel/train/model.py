@@ -1,21 +1,21 @@
 """A decoder-only Transformer of Llama's architecture. Knows nothing of devices or processes.
 
-RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases, no dropout. Weights mean the same as those of Hugging
-Face's `LlamaForCausalLM`; only the names differ.
+RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases, no dropout. The weights mean what those of Hugging
+Face's `LlamaForCausalLM` mean; only their names differ.
 
 Shapes: B sequences, T tokens, C hidden, H query heads, G key/value heads, D = C / H, F feed-forward, V vocabulary,
 N = B x T tokens, K tokens of one chunk.
 """
 
 import math
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from accel_parallel.shapes import LOSS_CHUNK_TOKENS
 from accel_parallel.spec import Model
@@ -24,13 +24,16 @@ IGNORE_LABEL = -100
 INIT_STD = 0.02
 
 # What selective checkpointing keeps: the results that cost the most to compute again for the memory they take.
-_MATRIX_PRODUCTS_AND_ATTENTION = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
+_KEEP_SELECTED = partial(
+    create_selective_checkpoint_contexts,
+    [
+        torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ],
+)
 
 
 class TransformerLM(nn.Module):
@@ -61,16 +64,16 @@ class TransformerLM(nn.Module):
         return out
 
     def tie_weights(self) -> None:
-        """Make the head use the embedding's weight, if the model is tied; to be repeated when parameters were replaced."""
+        """If the model is tied, make the head use the embedding's weight; to be repeated after replacing parameters."""
         if self.model.tie_embeddings:
             self.head.weight = self.token_emb.weight
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter; the same numbers for the same seed on any device, leaving torch's global generator alone.
+        """Fill every parameter: equal seeds give equal numbers on any device. torch's global generator is left alone.
 
-        Norms 1; all else normal with standard deviation 0.02, which for the two projections of a block that write to the
-        residual stream is divided by sqrt(2 x layers) (Radford et al. 2019, "GPT-2", section 2.3).
+        Norms 1; all else normal with standard deviation 0.02, divided by sqrt(2 x layers) for the two projections of a
+        block that write to the residual stream (Radford et al. 2019, "GPT-2", section 2.3).
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -98,14 +101,13 @@ class TransformerBlock(nn.Module):
         # Inside the module and not around it, so that hooks on the block run once, outside of what is recomputed.
         if self.activation_checkpointing == "none" or not (self.training and torch.is_grad_enabled()):
             return self._layers(x)
-        context = {"context_fn": _keep_selected} if self.activation_checkpointing == "selective" else {}
-        out: Tensor = checkpoint(self._layers, x, use_reentrant=False, preserve_rng_state=False, **context)
+        contexts = _KEEP_SELECTED if self.activation_checkpointing == "selective" else noop_context_fn
+        out: Tensor = checkpoint(self._layers, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         return out
 
     def _layers(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.attn_norm(x))  # (B, T, C)
-        x = x + self.ffn(self.ffn_norm(x))
-        return x
+        return x + self.ffn(self.ffn_norm(x))
 
 
 class Attention(nn.Module):
@@ -176,8 +178,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of a linear layer, with the logits of `LOSS_CHUNK_TOKENS` tokens at a time.
 
     A chunk's logits give its gradients at once, so nothing of their size outlives the chunk and none is computed twice.
-    Weight gradients add up in float32. torch 2.13's `F.linear_cross_entropy` works alike but sums in the inputs' type and
-    returns the loss in it: off by 3e-2 in bfloat16, where this is off by 2e-6.
+    Weight gradients add up in float32. torch 2.13's `F.linear_cross_entropy` works alike, but sums and returns the loss
+    in the type of its inputs: of bfloat16 inputs it was off by 3e-2, this by 2e-6.
     """
 
     @staticmethod
@@ -208,7 +210,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden_grad, weight_grad = (
             torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -229,8 +231,8 @@ class Linear(nn.Linear):
 def rotary_angles(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position's angles, (T, D / 2) float32 (Su et al. 2021, "RoFormer").
 
-    Computed anew in every block: a buffer would have to survive meta-device loading, and an argument of the block might be
-    cast to bfloat16, whose 8 bits cannot tell positions apart.
+    Computed anew in every block: a buffer would be lost in meta-device loading, and an argument of the block may arrive
+    cast to bfloat16, whose 8 bits blur the positions.
     """
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     angle = torch.arange(seq_len, device=device, dtype=torch.float32).unsqueeze(1) * frequency  # (T, D / 2)
@@ -238,12 +240,6 @@ def rotary_angles(seq_len: int, head_dim: int, theta: float, device: torch.devic
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel i together with channel i + D / 2 (Llama's pairing) by the position's angle; (B, H, T, D) in and out."""
+    """Turn the pairs of channels (i, i + D / 2), as Llama does, by the position's angles; (B, H, T, D) in and out."""
     a, b = x.float().chunk(2, dim=-1)  # (B, H, T, D / 2) each
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
-def _keep_selected() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(_MATRIX_PRODUCTS_AND_ATTENTION)
-    return contexts

@@ -18,8 +18,7 @@ def read_documents(source: Source, split: str) -> Iterator[str]:
 
     Raises DataError if the source cannot be reached or read, or its text column cannot be found.
     """
-    # As a list of one, because inside a generator StopIteration would turn into another error.
-    rows = iter(_guarded(source, split))
+    rows = _guarded(source, split)
     peeked = list(islice(rows, PEEKED_ROWS))
     column = text_column(peeked, source) if peeked else ""
     texts = (_text(row, column, source) for row in chain(peeked, rows))
@@ -110,7 +109,9 @@ def _explain(error: Exception, source: Source, split: str) -> DataError:
         "and set data.recipe to that folder"
     )
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
-        return DataError(f"{source.name!r} is neither a folder here nor a dataset on the Hub that this account can read", hint=hint)
+        return DataError(
+            f"{source.name!r} is neither a folder here nor a dataset on the Hub that this account can read", hint=hint
+        )
     if isinstance(error, ValueError):
         return DataError(
             f"dataset {source.name}: {_first_line(error)}", hint="a recipe (data/NAME.yaml) can set config and splits"

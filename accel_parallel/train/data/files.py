@@ -61,7 +61,9 @@ def list_files(path: Path, suffixes: Iterable[str] | None = None, exclude: Itera
     Raises DataError if the path does not exist, holds nothing to read, or holds two kinds of tables.
     """
     if not path.exists():
-        raise DataError(f"data: {str(path)!r} does not exist", hint="name an existing file or folder of text, JSONL or Parquet")
+        raise DataError(
+            f"data: {str(path)!r} does not exist", hint="name an existing file or folder of text, JSONL or Parquet"
+        )
     known = tuple(suffixes) if suffixes else KNOWN
     if path.is_file():
         found, root = [path], path.parent
@@ -141,7 +143,9 @@ def find_broken(files: LocalFiles, split: str) -> DataError | None:
             where = f"byte {error.start:,} is 0x{error.object[error.start]:02x}"
             return DataError(f"data: {path} is not UTF-8 text: {where}", hint="convert or exclude it")
         except json.JSONDecodeError as error:
-            return DataError(f"data: {path}:{error.lineno}: not valid JSON: {error.msg}", hint="repair the line or exclude the file")
+            return DataError(
+                f"data: {path}:{error.lineno}: not valid JSON: {error.msg}", hint="repair the line or exclude the file"
+            )
         except (OSError, EOFError, zlib.error) as error:
             return DataError(f"data: {path} cannot be read: {getattr(error, 'strerror', None) or error}")
         except ValueError as error:

@@ -56,7 +56,9 @@ def open_source(data: Data) -> Source:
 def find(name: str) -> Recipe:
     """The recipe `name` stands for; a path and a Hub name make one of their own."""
     if not name.strip():
-        raise DataError("data.recipe is empty", hint=f"one of {', '.join(recipe_names())}, a path, or a Hub dataset as owner/name")
+        raise DataError(
+            "data.recipe is empty", hint=f"one of {', '.join(recipe_names())}, a path, or a Hub dataset as owner/name"
+        )
     if recipe := find_recipe(name):
         return read_recipe(recipe)
     path = Path(name).expanduser()
@@ -103,7 +105,9 @@ def _hub(recipe: HubRecipe, data: Data, column: str | None) -> Source:
     folder = Path(recipe.dataset).expanduser()
     local = folder.is_dir()
     if not local and not _HUB_NAME.fullmatch(recipe.dataset):
-        raise DataError(f"dataset {recipe.dataset!r} is neither a folder nor a Hub name", hint="a Hub dataset is written owner/name")
+        raise DataError(
+            f"dataset {recipe.dataset!r} is neither a folder nor a Hub name", hint="a Hub dataset is written owner/name"
+        )
     if recipe.document_start is not None:
         _compiles(recipe.document_start)
     identity = {**recipe.model_dump(exclude={"description", "source"}), "text_column": column}
@@ -130,8 +134,12 @@ def _stdlib(exclude: Iterable[str]) -> LocalFiles:
     """Sources of the standard library, ordered by a digest of their paths so that any prefix mixes topics."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = [*exclude, "site-packages", "dist-packages"]
-    files = [path for path in walk(root, names) if path.suffix == ".py" and path.stat().st_size] if root.is_dir() else []
+    files = (
+        [path for path in walk(root, names) if path.suffix == ".py" and path.stat().st_size] if root.is_dir() else []
+    )
     if not files:
-        raise DataError(f"this Python has no library sources in {root}", hint="set data.recipe to a file or folder of text")
+        raise DataError(
+            f"this Python has no library sources in {root}", hint="set data.recipe to a file or folder of text"
+        )
     files.sort(key=lambda path: blake2b(path.relative_to(root).as_posix().encode()).digest())
     return LocalFiles(root, "text", tuple(files))

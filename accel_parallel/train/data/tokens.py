@@ -74,7 +74,11 @@ class ByteBpe:
     def save(self, folder: Path) -> None:
         folder.mkdir()
         self._tokenizer.save(str(folder / "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": END_OF_TEXT,
+            "clean_up_tokenization_spaces": False,
+        }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
@@ -90,7 +94,12 @@ class Auto:
         self.end_of_text: int | None = self._tokenizer.eos_token_id
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False, "verbose": False}
+        options = {
+            "add_special_tokens": False,
+            "split_special_tokens": True,
+            "return_attention_mask": False,
+            "verbose": False,
+        }
         return self._tokenizer(texts, **options)["input_ids"]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -111,7 +120,8 @@ def load_tokenizer(name: str, vocab_size: int, *, need_end_of_text: bool) -> Tok
     Raises DataError if it cannot be loaded, has more tokens than the model, or lacks an end-of-text token that is needed.
     """
     try:
-        tokenizer = Auto(name)
+        folder = Path(name).expanduser()
+        tokenizer = Auto(str(folder) if folder.is_dir() else name)
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         hint = f"an AutoTokenizer's Hub name, or a folder with tokenizer.json; {BYTE_BPE} trains one on your text"
@@ -122,7 +132,9 @@ def load_tokenizer(name: str, vocab_size: int, *, need_end_of_text: bool) -> Tok
             hint=f"set model.vocab_size to {tokenizer.size} or more",
         )
     if need_end_of_text and tokenizer.end_of_text is None:
-        raise DataError(f"data.tokenizer {name!r} has no end-of-text token", hint="set data.document_boundaries to false")
+        raise DataError(
+            f"data.tokenizer {name!r} has no end-of-text token", hint="set data.document_boundaries to false"
+        )
     return tokenizer
 
 
@@ -131,7 +143,9 @@ def tokenizer_identity(name: str) -> list[Any]:
     folder = Path(name).expanduser()
     if name == BYTE_BPE or not folder.is_dir():
         return [name]
-    return [[file.relative_to(folder).as_posix(), file.stat().st_size, file.stat().st_mtime_ns] for file in walk(folder)]
+    return [
+        [file.relative_to(folder).as_posix(), file.stat().st_size, file.stat().st_mtime_ns] for file in walk(folder)
+    ]
 
 
 def check_vocab_size(name: str, vocab_size: int) -> None:
