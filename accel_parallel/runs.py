@@ -64,7 +64,9 @@ def _explicit(spec: RunSpec, path: Path, fresh: bool) -> Run:
             raise RunError(f"{path} is not a run directory and not empty", hint="name a new directory with --run")
         return _write_spec(Run(path, continues=False), spec)
     if fresh:
-        raise RunError(f"{path} already holds a run, and nothing is overwritten", hint="name a new directory with --run")
+        raise RunError(
+            f"{path} already holds a run, and nothing is overwritten", hint="name a new directory with --run"
+        )
     differences = _differences(path, spec)
     if differences:
         raise RunError(

@@ -38,7 +38,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(40):
         sentences = [
             f"{subjects[(number * 7 + i) % 6]} {verbs[(number + i * i) % 6]} {(number * 31 + i * 17) % 97} tokens."
-            for i in range(30)
+            for i in range(9)
         ]
         (folder / f"{number:02d}.txt").write_text("\n".join(sentences) + "\n")
     return folder

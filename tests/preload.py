@@ -1,8 +1,8 @@
 """Imported once by the fork server; nothing here may start threads or touch a process group."""
 
 import accelerate  # noqa: F401
-import torch  # noqa: F401
-import torch.distributed.checkpoint  # noqa: F401
+import torch
+import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict  # noqa: F401
 
 import accel_parallel.train.__main__

@@ -24,7 +24,17 @@ from accel_parallel.spec import dump_spec, load_spec
 from accel_parallel.strategies import STRATEGIES
 
 TIMEOUT = 180
-SETUP = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MASTER_", "OMP_", "RANK", "LOCAL_", "WORLD_SIZE", "TORCHELASTIC")
+SETUP = (
+    "ACCELERATE_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+    "MASTER_",
+    "OMP_",
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "TORCHELASTIC",
+)
 
 
 def launcher_environment(config: str) -> dict[str, str]:
@@ -101,9 +111,14 @@ def _run(sender: Connection, environment: dict[str, str], function: Callable[...
 
 
 def _worker(argv: list[str], status: str) -> int:
-    from accel_parallel.train.__main__ import main
+    import torch
 
-    with open(Path(status) / f"log-{os.environ.get('RANK', '0')}.txt", "w") as log:
+    from accel_parallel.train.__main__ import main
+    from accel_parallel.train.runtime import cpu
+
+    # Models this small gain nothing from a second thread, and lose much when another test runs beside them.
+    cpu.use_all_cores = lambda *_: torch.set_num_threads(1)
+    with (Path(status) / f"log-{os.environ.get('RANK', '0')}.txt").open("w") as log:
         sys.stdout = sys.stderr = log
         return main([*argv, "--status-dir", status])
 
@@ -145,9 +160,7 @@ def train(
     environment: dict[str, str] | None = None,
 ) -> Trained:
     """Train a specification under a strategy, as `accel-parallel launch` would, in forked workers."""
-    spec = load_spec(
-        None, STRATEGIES[strategy].overrides, [f"distributed.processes_per_machine={world_size}", *sets]
-    )
+    spec = load_spec(None, STRATEGIES[strategy].overrides, [f"distributed.processes_per_machine={world_size}", *sets])
     exported = {**launcher_environment(render_file(spec, STRATEGIES[strategy])), **(environment or {})}
     with tempfile.TemporaryDirectory() as status:
         spec_file = Path(status) / "spec.yaml"
@@ -161,7 +174,11 @@ def train(
         summary = Path(status) / "summary.json"
         log = "".join(path.read_text() for path in sorted(Path(status).glob("log-*.txt")))
         return Trained(
-            run, [code for _, code in results], errors, json.loads(summary.read_text()) if summary.exists() else None, log
+            run,
+            [code for _, code in results],
+            errors,
+            json.loads(summary.read_text()) if summary.exists() else None,
+            log,
         )
 
 

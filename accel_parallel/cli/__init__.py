@@ -1,4 +1,4 @@
-"""The `accel-parallel` command: parses, calls one module per verb, prints. Data on stdout, everything else on stderr."""
+"""The `accel-parallel` command: one module per verb. Data on stdout, everything else on stderr."""
 
 from accel_parallel.cli.app import main
 

@@ -49,7 +49,7 @@ def config(
     spec: SpecOption = None,
     sets: SetOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write to; the specification's own by default.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 with a diff if a file is stale.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 and show what is stale.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write an accelerate YAML file for every strategy from the specification."""

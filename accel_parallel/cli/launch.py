@@ -43,7 +43,7 @@ class Result:
 
 
 def launch_strategy(request: Request, say: Callable[[str], None]) -> Result:
-    """Do what was requested. Raises AccelParallelError before anything starts; afterwards the result says how it ended."""
+    """Do what was requested. Raises AccelParallelError before anything starts; the result says how it ended."""
     strategy = find_strategy(request.strategy)
     spec = resolve(request, strategy)
     if request.dry_run:
@@ -70,7 +70,7 @@ def launch_strategy(request: Request, say: Callable[[str], None]) -> Result:
 
 
 def resolve(request: Request, strategy: Strategy) -> RunSpec:
-    """File, strategy, `--set` and `--num-processes`, in rising order. Raises SpecError, also if the batch does not divide."""
+    """File, strategy, `--set`, `--num-processes`, in rising order. Raises SpecError, also if the batch does not divide."""
     sets = list(request.sets)
     if request.num_processes is not None:
         sets.append(f"distributed.processes_per_machine={request.num_processes}")

@@ -1,8 +1,8 @@
 """Building blocks of the specification: where a key goes, and the types its values may have."""
 
 import re
-from decimal import Decimal
 from enum import StrEnum
+from fractions import Fraction
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
@@ -32,8 +32,7 @@ def passed_to_accelerator() -> Any:
     return Field(json_schema_extra={"destination": Destination.ACCELERATOR.value})
 
 
-_COUNT = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([kKmMbBgGtT]?)$")
-_LARGEST = 10**18
+_COUNT = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)\s*([kKmMbBgGtT]?)$")
 _SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
@@ -49,8 +48,8 @@ def parse_count(value: Any) -> Any:
     match = _COUNT.match(value.strip())
     if match is None:
         raise ValueError("should be a whole number such as 1000000, 1e6, 20M or 64k")
-    number = Decimal(match[1].replace("_", "")) * _SUFFIX[match[2].lower()]
-    if abs(number) > _LARGEST or number != number.to_integral_value():
+    number = Fraction(match[1].replace("_", "")) * _SUFFIX[match[2].lower()]
+    if number.denominator != 1:
         raise ValueError("should be a whole number such as 1000000, 1e6, 20M or 64k")
     return int(number)
 

@@ -69,7 +69,9 @@ def run(spec: RunSpec, arguments: argparse.Namespace, status: "Status") -> dict[
         stop_at=arguments.stop_at,
     )
     stop = StopRequest(status.stop_flag)
-    stop.install()
+    if status.stop_flag is None:
+        # Under our launcher requests come as a file, and SIGTERM means that another rank has failed.
+        stop.install()
     try:
         return run_session(spec, options, stop)
     finally:

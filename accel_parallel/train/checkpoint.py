@@ -8,6 +8,9 @@ import json
 import os
 import shutil
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +62,7 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         weights, moments = get_state_dict(model, unwrap(optimizer))
-        with self._as_one(f"cannot save {final}"):
+        with self._as_one(f"cannot save {final}"), _quiet():
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=self._alone)
         with self._as_one(f"cannot save {final}"):
             if self.runtime.is_main:
@@ -85,7 +88,7 @@ class Checkpoints:
                 hint="--fresh starts a new run",
             )
         weights, moments = get_state_dict(model, unwrap(optimizer))
-        with self._as_one(f"cannot load {newest}"):
+        with self._as_one(f"cannot load {newest}"), _quiet():
             dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=newest, no_dist=self._alone)
         set_state_dict(model, unwrap(optimizer), model_state_dict=weights, optim_state_dict=moments)
         return TrainState(**manifest["state"])
@@ -108,7 +111,11 @@ class Checkpoints:
             "world_size": self.runtime.world_size,
             "data": self.data_fingerprint,
             "files": {path.name: path.stat().st_size for path in files},
-            "versions": {"accel_parallel": __version__, "torch": torch.__version__, "accelerate": accelerate.__version__},
+            "versions": {
+                "accel_parallel": __version__,
+                "torch": torch.__version__,
+                "accelerate": accelerate.__version__,
+            },
             "spec": self.runtime.spec.model_dump(mode="json"),
         }
         with (partial / MANIFEST).open("w", encoding="utf-8") as file:
@@ -121,6 +128,14 @@ class Checkpoints:
         _fsync(final.parent)
         for path in list(complete_checkpoints(self.run.path).values())[: -self.keep]:
             shutil.rmtree(path)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that a single process has no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class _Together:

@@ -1,7 +1,7 @@
 """A decoder-only Transformer of Llama's architecture. Knows nothing of devices or processes.
 
-RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases, no dropout. The weights mean what those of Hugging
-Face's `LlamaForCausalLM` mean; only their names differ.
+RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases, no dropout. The weights mean what those of
+Hugging Face's `LlamaForCausalLM` mean; only their names differ.
 
 Shapes: B sequences, T tokens, C hidden, H query heads, G key/value heads, D = C / H, F feed-forward, V vocabulary,
 N = B x T tokens, K tokens of one chunk.
@@ -44,7 +44,7 @@ class TransformerLM(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.model = model
+        self.tie_embeddings = model.tie_embeddings
         self.token_emb = nn.Embedding.from_pretrained(torch.empty(model.vocab_size, model.hidden_dim), freeze=False)
         self.blocks = nn.Sequential(*(TransformerBlock(model) for _ in range(model.num_layers)))
         self.norm = nn.RMSNorm(model.hidden_dim, eps=model.norm_eps)
@@ -65,7 +65,7 @@ class TransformerLM(nn.Module):
 
     def tie_weights(self) -> None:
         """If the model is tied, make the head use the embedding's weight; to be repeated after replacing parameters."""
-        if self.model.tie_embeddings:
+        if self.tie_embeddings:
             self.head.weight = self.token_emb.weight
 
     @torch.no_grad()
@@ -75,13 +75,14 @@ class TransformerLM(nn.Module):
         Norms 1; all else normal with standard deviation 0.02, divided by sqrt(2 x layers) for the two projections of a
         block that write to the residual stream (Radford et al. 2019, "GPT-2", section 2.3).
         """
+        self.tie_weights()
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
                 continue
             writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = INIT_STD / math.sqrt(2 * self.model.num_layers) if writes_residual else INIT_STD
+            std = INIT_STD / math.sqrt(2 * len(self.blocks)) if writes_residual else INIT_STD
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
 

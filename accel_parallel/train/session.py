@@ -52,7 +52,7 @@ def run_session(spec: RunSpec, options: Options, stop: StopRequest) -> dict[str,
     run = agree_on_run(runtime, options)
     if run.note:
         say(run.note)
-    with tracking(runtime, run) as reporter:
+    with tracking(runtime, data, run) as reporter:
         try:
             outcome = train(runtime, data, run, reporter, stop, stop_at=options.stop_at)
         except TrainingError as error:
@@ -92,11 +92,13 @@ def agree_on_run(runtime: Runtime, options: Options) -> Run:
 _NOBODY = Run(Path(), continues=False)
 
 
-def tracking(runtime: Runtime, run: Run) -> Reporter:
+def tracking(runtime: Runtime, data: TokenData, run: Run) -> Reporter:
     """The reporter of this run, with Accelerate's trackers started if any were asked for."""
     if runtime.spec.logging.trackers:
         # Accelerate's TensorBoard tracker takes numbers, booleans and strings only.
-        config = {key: value if isinstance(value, int | float) else str(value) for key, value in runtime.spec.flat().items()}
+        config = {
+            key: value if isinstance(value, int | float) else str(value) for key, value in runtime.spec.flat().items()
+        }
         runtime.accelerator.project_configuration.set_directories(str(run.path))
         runtime.accelerator.init_trackers("trackers", config=config)
     return Reporter(
@@ -104,11 +106,11 @@ def tracking(runtime: Runtime, run: Run) -> Reporter:
         total_steps=runtime.spec.training.steps,
         active=runtime.is_main,
         track=lambda numbers, step: runtime.accelerator.log(numbers, step=step),
-        environment=lambda: environment(runtime),
+        environment=lambda: environment(runtime, data),
     )
 
 
-def environment(runtime: Runtime) -> dict[str, Any]:
+def environment(runtime: Runtime, data: TokenData) -> dict[str, Any]:
     """What ran where: versions, what was asked, substituted and observed. No secrets: named variables only."""
     return {
         "versions": {
@@ -120,6 +122,12 @@ def environment(runtime: Runtime) -> dict[str, Any]:
         "command": sys.argv,
         "host": platform.node(),
         "variables": {key: value for key, value in os.environ.items() if key.startswith(RECORDED_VARIABLES)},
+        "data": {
+            "fingerprint": data.fingerprint,
+            "training_tokens": len(data.train),
+            "held_out_tokens": len(data.val),
+            "num_samples": (len(data.train) - 1) // runtime.spec.model.seq_len,
+        },
         **describe(runtime),
     }
 

@@ -40,13 +40,16 @@ class TrainBatches:
         if self.num_samples < training.batch_size:
             needed = training.batch_size * seq_len + 1
             raise DataError(
-                f"the training text has {len(data.train):,} tokens; one global batch of {training.batch_size} sequences of "
-                f"{seq_len} tokens needs {needed:,}",
+                f"the training text has {len(data.train):,} tokens; one global batch of "
+                f"{training.batch_size} sequences of {seq_len} tokens needs {needed:,}",
                 hint="raise data.max_tokens or use more text, or lower training.batch_size or model.seq_len",
             )
 
     def step(self, samples_seen: int) -> list[tuple[Tensor, Tensor]]:
-        """The micro-batches (tokens, labels) of this process for the step after `samples_seen` samples; each (B, T) int64."""
+        """This process's micro-batches (tokens, labels) of the step that starts after `samples_seen` samples.
+
+        Each tensor is (B, T) int64.
+        """
         micro_batch = self._micro_batch_size
         batches = []
         for m in range(self._grad_accum_steps):

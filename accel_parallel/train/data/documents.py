@@ -21,7 +21,7 @@ def read_documents(source: Source, split: str) -> Iterator[str]:
     rows = _guarded(source, split)
     peeked = list(islice(rows, PEEKED_ROWS))
     column = text_column(peeked, source) if peeked else ""
-    texts = (_text(row, column, source) for row in chain(peeked, rows))
+    texts: Iterator[str] = (_text(row, column, source) for row in chain(peeked, rows))
     if source.document_start is not None:
         texts = join_rows(texts, re.compile(source.document_start))
     return (text for text in texts if text.strip())

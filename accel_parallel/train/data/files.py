@@ -57,7 +57,8 @@ def suffix_of(path: Path, known: Iterable[str] = KNOWN) -> str | None:
 def list_files(path: Path, suffixes: Iterable[str] | None = None, exclude: Iterable[str] = ()) -> LocalFiles:
     """The files to read at `path`.
 
-    A folder with Parquet or JSONL files is a table, whatever lies beside them; else its text files are read, else its JSON.
+    A folder with Parquet or JSONL files is a table, whatever lies beside them; else its text files are read, else
+    its JSON.
     Raises DataError if the path does not exist, holds nothing to read, or holds two kinds of tables.
     """
     if not path.exists():
@@ -87,7 +88,7 @@ def list_files(path: Path, suffixes: Iterable[str] | None = None, exclude: Itera
 
 
 def walk(folder: Path, exclude: Iterable[str] = ()) -> Iterator[Path]:
-    """Files below a folder in the order of their names; hidden ones, `__pycache__` and excluded names are passed over."""
+    """Files below a folder in the order of their names, without hidden ones, `__pycache__` and excluded names."""
     patterns = tuple(exclude)
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith(".") or entry.name == "__pycache__" or any(fnmatch(entry.name, p) for p in patterns):
@@ -103,7 +104,8 @@ def _one_kind(files: list[Path], path: Path) -> tuple[Builder, list[Path]]:
     tables["json"] = [f for f in files if suffix_of(f) in (".jsonl", ".jsonl.gz")]
     if tables["parquet"] and tables["json"]:
         raise DataError(
-            f"data: {str(path)!r} holds Parquet ({tables['parquet'][0].name}) and JSONL ({tables['json'][0].name}) files",
+            f"data: {str(path)!r} holds Parquet ({tables['parquet'][0].name}) "
+            f"and JSONL ({tables['json'][0].name}) files",
             hint="name one file or subfolder, or write a recipe with suffixes: [.parquet] (see local_text)",
         )
     if tables["parquet"]:
@@ -118,7 +120,7 @@ def _one_kind(files: list[Path], path: Path) -> tuple[Builder, list[Path]]:
 
 
 def _by_split(files: list[Path], root: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """Training and validation files, where the names say so (`train-0001.parquet`, `val.txt`); else all are for training."""
+    """Training and validation files where the names say so (`train-0001.parquet`, `val.txt`), else all for training."""
     splits = {file: _split_of(file, root) for file in files}
     if "train" not in splits.values():
         return tuple(files), ()
@@ -135,7 +137,7 @@ def _split_of(file: Path, root: Path) -> str | None:
 
 
 def find_broken(files: LocalFiles, split: str) -> DataError | None:
-    """Read the files one by one to say which of them cannot be read; slow, so only after reading them all has failed."""
+    """Read the files one by one to say which cannot be read; slow, so only after reading them all has failed."""
     for path in files.validation if split == "validation" else files.train:
         try:
             _check(path, files.builder)

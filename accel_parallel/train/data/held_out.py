@@ -39,7 +39,7 @@ def digest(text: str) -> int:
 def choose(head: Sequence[str], fraction: float) -> HeldOut:
     """The rule for a source without a validation split, from its first documents (all of them, if they are few).
 
-    Both sides get at least one document of `head`: by chance alone, 5 % of 20 documents are none in a third of all cases.
+    Both sides get at least one document of `head`: left to chance, 5 % of 20 documents are none one time in three.
     """
     digests = {digest(text) for text in head}
     if len(head) < MIN_DOCUMENTS or len(digests) == 1:

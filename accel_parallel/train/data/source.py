@@ -70,7 +70,8 @@ def find(name: str) -> Recipe:
         return HubRecipe(source="hub", dataset=name)
     known = recipe_names()
     raise DataError(
-        f"data.recipe {name!r} is neither a recipe ({', '.join(known)}) nor a file or folder{did_you_mean(name, known)}",
+        f"data.recipe {name!r} is neither a recipe ({', '.join(known)}) nor a file or folder"
+        f"{did_you_mean(name, known)}",
         hint="a Hub dataset is written owner/name",
     )
 

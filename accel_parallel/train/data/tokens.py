@@ -117,7 +117,7 @@ def open_tokenizer(folder: Path, name: str) -> Tokenizer:
 def load_tokenizer(name: str, vocab_size: int, *, need_end_of_text: bool) -> Tokenizer:
     """An AutoTokenizer by its Hub name or folder.
 
-    Raises DataError if it cannot be loaded, has more tokens than the model, or lacks an end-of-text token that is needed.
+    Raises DataError if it cannot be loaded, has more tokens than the model, or lacks the end-of-text token it needs.
     """
     try:
         folder = Path(name).expanduser()
@@ -152,8 +152,8 @@ def check_vocab_size(name: str, vocab_size: int) -> None:
     """Raises DataError if a byte-level BPE cannot be that small."""
     if name == BYTE_BPE and vocab_size < MIN_VOCAB:
         raise DataError(
-            f"model.vocab_size {vocab_size} is too small for {BYTE_BPE}: 256 bytes and the end of text are {MIN_VOCAB} tokens",
-            hint=f"set model.vocab_size to {MIN_VOCAB} or more",
+            f"model.vocab_size {vocab_size} is below the {MIN_VOCAB} tokens of {BYTE_BPE}",
+            hint=f"256 bytes and the end of text; set model.vocab_size to {MIN_VOCAB} or more",
         )
 
 
