@@ -70,7 +70,7 @@ def launch_strategy(request: Request, say: Callable[[str], None]) -> Result:
 
 
 def resolve(request: Request, strategy: Strategy) -> RunSpec:
-    """File, strategy, `--set`, `--num-processes`, in rising order. Raises SpecError, also if the batch does not divide."""
+    """File, strategy, `--set`, `--num-processes`, in rising order. Raises SpecError."""
     sets = list(request.sets)
     if request.num_processes is not None:
         sets.append(f"distributed.processes_per_machine={request.num_processes}")

@@ -26,6 +26,7 @@ from accel_parallel.train.runtime import Runtime
 from accel_parallel.train.state import TrainState
 
 FORMAT = 1
+VERSIONS = {"accel_parallel": __version__, "torch": torch.__version__, "accelerate": accelerate.__version__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class Checkpoints:
 
         Raises RunError when the disk does not take it; earlier checkpoints stay as they are.
         """
-        import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         begun = time.perf_counter()
         final = self.run.checkpoints / f"step-{state.step:08d}"
@@ -63,7 +64,7 @@ class Checkpoints:
                 partial.mkdir(parents=True)
         weights, moments = get_state_dict(model, unwrap(optimizer))
         with self._as_one(f"cannot save {final}"), _quiet():
-            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=self._alone)
+            save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=self._alone)
         with self._as_one(f"cannot save {final}"):
             if self.runtime.is_main:
                 self._publish(partial, final, state)
@@ -72,8 +73,8 @@ class Checkpoints:
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
         """Collective. Load the newest complete checkpoint in place; a fresh state if there is none."""
-        import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         newest = self.runtime.tell_all(newest_checkpoint(self.run.path))
         if newest is None:
@@ -83,13 +84,12 @@ class Checkpoints:
             raise RunError(f"{newest} has format {manifest.get('format')}, this version reads {FORMAT}")
         if manifest["data"] != self.data_fingerprint:
             raise RunError(
-                f"{newest} was trained on other tokens ({manifest['data'][:12]}) than these ({self.data_fingerprint[:12]}): "
-                "the text or its tokenizer changed",
+                f"{newest} was trained on other tokens than these: the text or its tokenizer changed",
                 hint="--fresh starts a new run",
             )
         weights, moments = get_state_dict(model, unwrap(optimizer))
         with self._as_one(f"cannot load {newest}"), _quiet():
-            dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=newest, no_dist=self._alone)
+            load({"model": weights, "optimizer": moments}, checkpoint_id=newest, no_dist=self._alone)
         set_state_dict(model, unwrap(optimizer), model_state_dict=weights, optim_state_dict=moments)
         return TrainState(**manifest["state"])
 
@@ -111,11 +111,7 @@ class Checkpoints:
             "world_size": self.runtime.world_size,
             "data": self.data_fingerprint,
             "files": {path.name: path.stat().st_size for path in files},
-            "versions": {
-                "accel_parallel": __version__,
-                "torch": torch.__version__,
-                "accelerate": accelerate.__version__,
-            },
+            "versions": VERSIONS,
             "spec": self.runtime.spec.model_dump(mode="json"),
         }
         with (partial / MANIFEST).open("w", encoding="utf-8") as file:
@@ -139,7 +135,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Together:
-    """Something each process does and that may fail on some: then all of them raise, instead of some waiting forever."""
+    """Something each process does and that may fail on some: then all raise, and none waits for the others."""
 
     def __init__(self, runtime: Runtime, doing: str) -> None:
         self.runtime = runtime

@@ -46,9 +46,9 @@ def train(
     held_out = ValBatches(
         data, spec.model.seq_len, spec.training, spec.logging.eval_batches, runtime.rank, runtime.world_size
     )
-    model: nn.Module = TransformerLM(spec.model)
-    model.init_weights(spec.training.seed)
-    model, optimizer = runtime.prepare(model, build_optimizer(model, spec.training), *batches.step(0)[0])
+    fresh = TransformerLM(spec.model)
+    fresh.init_weights(spec.training.seed)
+    model, optimizer = runtime.prepare(fresh, build_optimizer(fresh, spec.training), *batches.step(0)[0])
     checkpoints = Checkpoints(run, spec.checkpoint.keep, runtime, data.fingerprint)
     state = checkpoints.restore(model, optimizer)
     reporter.start(state, held_out.unigram_entropy)

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import torch
-
-from accel_parallel import __version__
 from accel_parallel.errors import AccelParallelError, RunError, TrainingError
 from accel_parallel.metrics import to_line
 from accel_parallel.runs import Run, newest_checkpoint, open_run, write_atomic
 from accel_parallel.spec import RunSpec
+from accel_parallel.train.checkpoint import VERSIONS
 from accel_parallel.train.data import TokenData, prepare
 from accel_parallel.train.generate import generate
 from accel_parallel.train.loop import Outcome, train
@@ -113,12 +110,7 @@ def tracking(runtime: Runtime, data: TokenData, run: Run) -> Reporter:
 def environment(runtime: Runtime, data: TokenData) -> dict[str, Any]:
     """What ran where: versions, what was asked, substituted and observed. No secrets: named variables only."""
     return {
-        "versions": {
-            "accel_parallel": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "accelerate": accelerate.__version__,
-        },
+        "versions": {**VERSIONS, "python": platform.python_version()},
         "command": sys.argv,
         "host": platform.node(),
         "variables": {key: value for key, value in os.environ.items() if key.startswith(RECORDED_VARIABLES)},

@@ -39,9 +39,7 @@ def mismatches(asked: Asked, observed: Observed, original: Original, mixed_preci
     dtype = _DTYPES.get(mixed_precision)
     if dtype is not None and observed.compute_dtypes and observed.compute_dtypes != {dtype}:
         got = ", ".join(sorted(str(d).removeprefix("torch.") for d in observed.compute_dtypes))
-        found.append(
-            f"asked for mixed_precision {mixed_precision}, matrix products run in {got}: see mixed_precision in the YAML"
-        )
+        found.append(f"asked for mixed_precision {mixed_precision}, matrix products run in {got}")
     if observed.tied != original.tied:
         names = ", ".join(" = ".join(group) for group in original.tied if group not in observed.tied)
         found.append(

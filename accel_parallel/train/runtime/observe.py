@@ -126,8 +126,8 @@ def tied_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def _unique_parameters(model: nn.Module) -> list[Tensor]:
-    handles = [m._flat_param for m in model.modules() if isinstance(m, FullyShardedDataParallel) and m._has_params]
-    return [*handles] if handles else list(model.parameters())
+    flat = [m._flat_param for m in model.modules() if isinstance(m, FullyShardedDataParallel) and m._has_params]
+    return [parameter for parameter in flat if parameter is not None] or list(model.parameters())
 
 
 def _local(parameter: Tensor) -> Tensor:
