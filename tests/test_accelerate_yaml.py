@@ -441,6 +441,20 @@ def test_no_key_is_dead(tmp_path: Path, drawn: tuple[RunSpec, str]) -> None:
     assert dead_keys(render(spec, STRATEGIES[name]), tmp_path) == []
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_keys_whose_default_the_launcher_changes_are_written(version: int, tmp_path: Path) -> None:
+    """The same plugin must come out whether the launcher fills what is missing or nobody does (torchrun)."""
+    bare = f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{fsdp_version: {version}}}\n"
+    launched = accelerate_makes(bare, tmp_path).plugin
+    with clean_environment({"FSDP_VERSION": str(version)}):
+        alone = plugin_fields()
+    differing = {key for key in launched if launched[key] != alone[key]}
+    assert "cpu_ram_efficient_loading" in differing
+    written = render(load_spec(sets=[f"fsdp.version={version}"]), STRATEGIES["fsdp"])["fsdp_config"]
+    # param_init_fn is made by sync_module_states.
+    assert {f"fsdp_{key}" for key in differing - {"param_init_fn"}} <= set(written)
+
+
 @pytest.mark.parametrize(
     ("version", "key", "value"),
     [
@@ -512,6 +526,9 @@ def test_header_and_reasons() -> None:
     assert "4 units: a block has 1,045,120 >= 1,000,000 parameters" in text
     small = render_file(load_spec(sets=["fsdp.min_num_params=2M"]), STRATEGIES["fsdp"])
     assert "no inner units: a block has 1,045,120 < 2,000,000 parameters" in small
+    hybrid = render_file(load_spec(sets=HYBRID2), STRATEGIES["fsdp"])
+    assert "HYBRID_SHARD: free gathered" in hybrid
+    assert "FULL_SHARD" not in hybrid
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,9 +12,8 @@ import pytest
 from accel_parallel.errors import DataError
 from accel_parallel.spec import Data
 from accel_parallel.train import prepare as command
-from accel_parallel.train.data import TokenData, prepare, tokens
+from accel_parallel.train.data import TokenData, build, pack, prepare, tokens
 from accel_parallel.train.data.held_out import choose
-from accel_parallel.train.data.pack import token_dtype
 
 VOCAB = 300
 END = tokens.END_OF_TEXT
@@ -132,13 +131,23 @@ def test_max_tokens_bounds_both_splits(tmp_path: Path) -> None:
     assert data.manifest["train"]["documents"] + data.manifest["val"]["documents"] < 400
 
 
+def test_no_more_of_the_source_is_read_than_the_bound_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "MIN_SAMPLE_CHARS", 100)
+    monkeypatch.setattr(pack, "BATCH_CHARS", 100)
+    write_jsonl(tmp_path / "d" / "a.jsonl", documents(100))
+    (tmp_path / "d" / "b.jsonl").write_text("broken")
+    assert len(make(tmp_path / "d", max_tokens=300).train) == 300
+    with pytest.raises(DataError, match=r"b\.jsonl:1: not valid JSON"):
+        make(tmp_path / "d", max_tokens=30_000)
+
+
 def test_a_small_bound_still_holds_something_out(tmp_path: Path) -> None:
     data = make(write_jsonl(tmp_path / "a.jsonl", documents(400)), max_tokens=100)
     assert len(data.train) == 100 and len(data.val) == 6
 
 
 def test_dtype_follows_the_vocabulary() -> None:
-    assert token_dtype(65536) == np.uint16 and token_dtype(65537) == np.uint32
+    assert pack.token_dtype(65536) == np.uint16 and pack.token_dtype(65537) == np.uint32
 
 
 def test_equal_tokens_have_equal_fingerprints(tmp_path: Path) -> None:

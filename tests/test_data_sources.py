@@ -158,7 +158,7 @@ def test_only_as_much_of_a_stream_is_read_as_asked_for(tmp_path: Path) -> None:
 
 def test_a_hub_that_cannot_be_reached() -> None:
     message = refused("some-owner/some-name")
-    assert "some-owner/some-name" in message and "set data.recipe to that folder" in message
+    assert "some-owner/some-name" in message and "name that folder in data.recipe" in message
 
 
 @pytest.mark.parametrize(

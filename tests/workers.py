@@ -22,6 +22,7 @@ from accel_parallel.accelerate_yaml import render_file
 from accel_parallel.metrics import by_step, read_lines
 from accel_parallel.spec import dump_spec, load_spec
 from accel_parallel.strategies import STRATEGIES
+from tests import sabotage
 
 TIMEOUT = 180
 SETUP = (
@@ -118,6 +119,8 @@ def _worker(argv: list[str], status: str) -> int:
 
     # Models this small gain nothing from a second thread, and lose much when another test runs beside them.
     cpu.use_all_cores = lambda *_: torch.set_num_threads(1)
+    if "ACCELERATE_TEST_SABOTAGE" in os.environ:
+        sabotage.apply(os.environ["ACCELERATE_TEST_SABOTAGE"])
     with (Path(status) / f"log-{os.environ.get('RANK', '0')}.txt").open("w") as log:
         sys.stdout = sys.stderr = log
         return main([*argv, "--status-dir", status])

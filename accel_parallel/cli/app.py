@@ -33,15 +33,21 @@ def main() -> None:
     app(prog_name="accel-parallel")
 
 
-@app.callback()
-def callback(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         from accel_parallel import __version__
 
         typer.echo(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def callback(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """One training loop for Hugging Face Accelerate; the parallelism is decided by generated YAML."""
 
 
 @app.command()

@@ -106,7 +106,7 @@ def _explain(error: Exception, source: Source, split: str) -> DataError:
 
     hint = (
         "without a network, copy the dataset here (hf download --repo-type dataset OWNER/NAME --local-dir DIR) "
-        "and set data.recipe to that folder"
+        "and name that folder in data.recipe, or as dataset: in a recipe"
     )
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
         return DataError(

@@ -1,0 +1,63 @@
+"""Ways to make a worker run something else than it was asked to, by name; applied in the workers of test_mismatch."""
+
+import functools
+import os
+from typing import Any
+
+
+def apply(name: str) -> None:
+    from torch import distributed
+
+    import accel_parallel.train.runtime as runtime
+    from accel_parallel.train.model import TransformerLM
+    from accel_parallel.train.runtime import cpu
+
+    original_plugin = runtime.fsdp_plugin
+
+    def plugin(*args: Any, **kwargs: Any) -> Any:
+        made = original_plugin(*args, **kwargs)
+        if name == "no wrapping":
+            made.auto_wrap_policy = None
+        if name == "kept after forward":
+            made.reshard_after_forward = False
+        return made
+
+    runtime.fsdp_plugin = plugin
+    if name == "no promotion to FSDP":
+        cpu.promote_to_fsdp = lambda: None
+    if name == "no tie_weights":
+        TransformerLM.tie_weights = functools.partialmethod(_tie_only_while_building)  # type: ignore[method-assign,assignment]
+    if name == "precision lost":
+        original_environment = cpu.prepare_environment
+
+        def lose(asked: Any, keep_precision: bool) -> None:
+            original_environment(asked, keep_precision=True)
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+
+        cpu.prepare_environment = lose
+        runtime.cpu.use_all_cores = lambda *_: None
+        runtime.fsdp_plugin = lambda asked, on_cpu: _without_precision(plugin(asked, on_cpu=on_cpu))
+    if name == "no process group":
+        for key in ("RANK", "LOCAL_RANK"):
+            os.environ.pop(key, None)
+        original_join = runtime._join
+
+        def alone(spec: Any, asked: Any, on_cpu: bool) -> None:
+            os.environ.pop("WORLD_SIZE", None)
+            original_join(spec, asked, on_cpu)
+            assert not distributed.is_initialized()
+
+        runtime._join = alone
+
+
+def _without_precision(plugin: Any) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    plugin.mixed_precision_policy = MixedPrecisionPolicy()
+    return plugin
+
+
+def _tie_only_while_building(model: Any) -> None:
+    if not getattr(model, "_built", False):
+        model.head.weight = model.token_emb.weight
+        model._built = True
