@@ -282,7 +282,7 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.largest = self.peak = 0
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -292,6 +292,7 @@ class Allocations(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self.largest = max(self.largest, storage.nbytes())
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.live_bytes())
         return out
 
     def live_bytes(self, *besides: Tensor) -> int:
@@ -311,7 +312,33 @@ def test_largest_tensor_of_the_loss(loss: str, tokens_at_once: int) -> None:
     hidden, labels = torch.randn(4, 64, 8, requires_grad=True), torch.randint(4096, (4, 64))
     with Allocations() as seen:
         head(hidden, labels).backward()
-    assert seen.largest == tokens_at_once * 4096 * 4
+    logits = tokens_at_once * 4096 * 4
+    assert seen.largest == logits
+    if loss == "chunked":  # logits and log-probabilities of one chunk, none of the chunk before
+        assert seen.peak < 2 * logits + 3 * 4096 * 8 * 4
+
+
+class Products(TorchDispatchMode):
+    """The type of every matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_chunked_computes_each_product_once_in_the_type_of_autocast(with_grad: bool) -> None:
+    head = build().head
+    hidden, labels = torch.randn(2, 25, 64), batch()[1]
+    with torch.set_grad_enabled(with_grad), torch.autocast("cpu", torch.bfloat16), Products() as products:
+        head(hidden, labels)
+    assert products.dtypes == [torch.bfloat16] * (4 * (3 if with_grad else 1))  # 4 chunks
 
 
 # Precision

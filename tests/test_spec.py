@@ -500,6 +500,13 @@ def test_wrap_follows_the_version_in_the_file_to_edit() -> None:
     assert load_spec(spec_file(text.replace(" version: 2 ", " version: 1 "))).fsdp.wrap == "size"
     explicit = dump_spec(load_spec(sets=["fsdp.wrap=size"]), comments=True)
     assert yaml.safe_load(explicit)["fsdp"]["wrap"] == "size"
+    old = dump_spec(load_spec(sets=["fsdp.version=1", "fsdp.wrap=block"]), comments=True)
+    assert yaml.safe_load(old)["fsdp"]["wrap"] == "block"
+
+
+def test_a_value_stays_on_its_line() -> None:
+    spec = override_spec(RunSpec(), {"data.recipe": "a\n\nb: 'c'"})
+    assert len(dump_spec(spec).splitlines()) == len(dump_spec(RunSpec()).splitlines())
 
 
 def test_the_file_of_a_run_is_complete() -> None:

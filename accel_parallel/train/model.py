@@ -198,13 +198,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + LOSS_CHUNK_TOKENS)
             valid = (labels[chunk] != IGNORE_LABEL).unsqueeze(1)  # (K, 1)
             label = labels[chunk].unsqueeze(1).where(valid, 0)
-            log_p = F.log_softmax(F.linear(hidden[chunk], weight), dim=-1, dtype=torch.float32)  # (K, V)
-            loss -= log_p.gather(1, label).where(valid, 0.0).sum()
+            table = F.log_softmax(F.linear(hidden[chunk], weight), dim=-1, dtype=torch.float32)  # (K, V): log p
+            loss -= table.gather(1, label).where(valid, 0.0).sum()
             if with_grad:
-                slope = log_p.exp_().scatter_add_(1, label, torch.full_like(label, -1.0, dtype=torch.float32))
-                slope = slope.mul_(valid / count).to(dtype)  # (K, V): d loss / d logits
-                torch.mm(slope, weight, out=hidden_grad[chunk])
-                weight_grad += slope.T @ hidden[chunk]
+                table.exp_().scatter_add_(1, label, torch.full_like(label, -1.0, dtype=torch.float32))
+                table = table.mul_(valid / count).to(dtype)  # (K, V): d loss / d logits
+                torch.mm(table, weight, out=hidden_grad[chunk])
+                weight_grad += table.T @ hidden[chunk]
+            del table  # or it would live beside the next chunk's
         if with_grad:
             ctx.save_for_backward(hidden_grad, weight_grad)
         return loss / count

@@ -33,6 +33,11 @@ from accel_parallel.train.runtime.observe import Observed, Original, observe, wa
 
 T = TypeVar("T")
 
+# Process groups and what refers to them are never freed, and the process ends with `os._exit`. Freeing a gloo group
+# joins its thread while the interpreter's lock is held, and that thread needs the lock to drop the tensors of its
+# latest collective: seen as a hang after all work was done (torch 2.13).
+_NEVER_FREED: list["Runtime"] = []
+
 
 @dataclass
 class Runtime:
@@ -68,7 +73,9 @@ class Runtime:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         _join(spec, asked, on_cpu)
-        return cls(Accelerator(**accelerator_arguments(spec, asked, on_cpu=on_cpu)), asked, spec, changed)
+        runtime = cls(Accelerator(**accelerator_arguments(spec, asked, on_cpu=on_cpu)), asked, spec, changed)
+        _NEVER_FREED.append(runtime)
+        return runtime
 
     @property
     def rank(self) -> int:
@@ -132,8 +139,9 @@ class Runtime:
         return mfu(tokens_per_sec, self.spec.model.shape.flops_per_token(), peak, self.world_size)
 
     def end(self) -> None:
-        """Collective. Close trackers and leave the process group."""
-        self.accelerator.end_training()
+        """Close the trackers. The process group stays until the process ends."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
 
 def adapt_spec(spec: RunSpec, asked: Asked) -> RunSpec:
