@@ -35,11 +35,17 @@ check:
     ruff check .
     mypy
     accel-parallel config --check
+    python docs/generate.py --check
 
 # Run the tests.
 [group('develop')]
 test *args:
     pytest {{args}}
+
+# Write the pages of docs/ that come from the code.
+[group('develop')]
+docs *args:
+    python docs/generate.py {{args}}
 
 # Format the code and fix what can be fixed.
 [group('develop')]

@@ -148,15 +148,19 @@ def _ended(status: Path, returncode: int, received: int | None) -> Ended:
     summary = _read(status / "summary.json")
     if returncode == 0 and summary is not None:
         return Ended(130 if received == signal.SIGINT else 0, summary, [])
-    errors = [error for path in sorted(status.glob("error-*.json")) if (error := _read(path))]
-    if errors:
-        first = min(errors, key=lambda error: (error["exit_code"] != 2, error["rank"]))
+    errors = [error for path in status.glob("error-*.json") if (error := _read(path))]
+    agent = _read(status / "agent.json") or {}
+    killed = [f for f in agent.get("failures", []) if f["exit_code"] < 0 and f["exit_code"] != -signal.SIGTERM]
+    said = [error for error in errors if error["traceback"] is None]
+    # A worker that says what is wrong knows best; then one that could not say anything any more; a worker that
+    # crashed may only have missed the others.
+    if said or (errors and not killed):
+        first = min(said or errors, key=lambda error: error["time"])
         problems = [Problem(**problem) for problem in first["problems"]]
         return Ended(first["exit_code"], summary, problems, first["traceback"])
-    if received == signal.SIGINT:
+    if received == signal.SIGINT and not killed:
         return Ended(130, summary, [])
-    agent = _read(status / "agent.json") or {}
-    problems = [Problem(_worker_end(failure), code="worker") for failure in agent.get("failures", [])[:1]]
+    problems = [Problem(_worker_end(failure), code="worker") for failure in (killed or agent.get("failures", []))[:1]]
     if not problems:
         message = agent.get("message") or f"the launcher ended with exit code {returncode} and no result"
         problems = [Problem(message, code="launcher")]

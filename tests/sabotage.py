@@ -8,11 +8,10 @@ from typing import Any
 def apply(name: str) -> None:
     from torch import distributed
 
-    import accel_parallel.train.runtime as runtime
     from accel_parallel.train.model import TransformerLM
-    from accel_parallel.train.runtime import cpu
+    from accel_parallel.train.runtime import arguments, cpu, process
 
-    original_plugin = runtime.fsdp_plugin
+    original_plugin = arguments.fsdp_plugin
 
     def plugin(*args: Any, **kwargs: Any) -> Any:
         made = original_plugin(*args, **kwargs)
@@ -22,7 +21,7 @@ def apply(name: str) -> None:
             made.reshard_after_forward = False
         return made
 
-    runtime.fsdp_plugin = plugin
+    arguments.fsdp_plugin = plugin
     if name == "no promotion to FSDP":
         cpu.promote_to_fsdp = lambda: None
     if name == "no tie_weights":
@@ -35,19 +34,18 @@ def apply(name: str) -> None:
             os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
 
         cpu.prepare_environment = lose
-        runtime.cpu.use_all_cores = lambda *_: None
-        runtime.fsdp_plugin = lambda asked, on_cpu: _without_precision(plugin(asked, on_cpu=on_cpu))
+        arguments.fsdp_plugin = lambda asked, on_cpu: _without_precision(plugin(asked, on_cpu=on_cpu))
     if name == "no process group":
         for key in ("RANK", "LOCAL_RANK"):
             os.environ.pop(key, None)
-        original_join = runtime._join
+        original_join = process._join
 
         def alone(spec: Any, asked: Any, on_cpu: bool) -> None:
             os.environ.pop("WORLD_SIZE", None)
             original_join(spec, asked, on_cpu)
             assert not distributed.is_initialized()
 
-        runtime._join = alone
+        process._join = alone
 
 
 def _without_precision(plugin: Any) -> Any:

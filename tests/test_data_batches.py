@@ -125,6 +125,14 @@ def test_a_process_may_have_nothing_but_padding(data: TokenData) -> None:
     assert [num_targets for _, _, num_targets in batches] == [2 * SEQ_LEN, 0]
 
 
+def test_padding_reaches_the_labels_only(data: TokenData) -> None:
+    """With one sequence a batch the two were views of the same memory: the padding became token ids of -100."""
+    for rank in range(8):
+        for tokens, labels, num_targets in ValBatches(data, SEQ_LEN, training(8), 99, rank=rank, world_size=8):
+            assert tokens.min() >= 0
+            assert (labels == -100).all() == (num_targets == 0)
+
+
 def test_unigram_entropy_by_hand(tmp_path: Path) -> None:
     # Two sequences of 2: the targets are 5 5 6 7; the first and the last token are none.
     np.array([9, 5, 5, 6, 7, 9], dtype="<u2").tofile(tmp_path / "val.bin")

@@ -134,7 +134,7 @@ def test_single_with_an_override_takes_a_new_run(home: Path) -> None:
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (folder,) = {path.parent for path in (home / "runs/single-001").rglob("events.out.tfevents.*") if path.parent.name == "trackers"}  # fmt: skip
+    (folder,) = {path.parent for path in (home / "runs/single-001/trackers").glob("events.out.tfevents.*")}
     events = EventAccumulator(str(folder))
     events.Reload()
     logged = [event.value for event in events.Scalars("train/loss")]
@@ -180,7 +180,7 @@ def test_a_killed_worker_ends_the_launch(home: Path) -> None:
         workers = wait_for_workers(process.pid, home / "runs/killed", 2)
         os.kill(workers[1], signal.SIGKILL)
         begun = time.monotonic()
-        stdout, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
     assert time.monotonic() - begun < 15
     assert process.returncode == 1
     assert "rank 1 was killed by SIGKILL" in stderr

@@ -111,7 +111,9 @@ def test_the_loop_is_one_screen_and_asks_for_no_types() -> None:
     assert "is_main" not in source
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["config", "--check"], ["launch", "fsdp", "--dry-run"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["config", "--check"], ["launch", "fsdp", "--dry-run"], ["--version"]]
+)
 def test_light_verbs_never_import_torch(arguments: list[str]) -> None:
     code = (
         "import sys\n"

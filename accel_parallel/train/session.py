@@ -41,7 +41,9 @@ class Options:
 def run_session(spec: RunSpec, options: Options, stop: StopRequest) -> dict[str, Any] | None:
     """Collective. Train as the launcher's environment says; the summary on the main process, None on the others."""
     say = _say if int(os.environ.get("RANK", "0")) == 0 else _silent
-    data = prepare(spec.data, spec.model.vocab_size, leader=local_rank() == 0, say=say)
+    # On each machine the first process prepares, and one of those that wait says so.
+    heard = _say if local_rank() < 2 else _silent
+    data = prepare(spec.data, spec.model.vocab_size, leader=local_rank() == 0, say=heard)
     runtime = Runtime.start(spec, force_cpu=options.force_cpu, keep_precision=options.keep_precision)
     same_data(runtime, data)
     for item in runtime.substitutions:
@@ -91,13 +93,7 @@ _NOBODY = Run(Path(), continues=False)
 
 def tracking(runtime: Runtime, data: TokenData, run: Run) -> Reporter:
     """The reporter of this run, with Accelerate's trackers started if any were asked for."""
-    if runtime.spec.logging.trackers:
-        # Accelerate's TensorBoard tracker takes numbers, booleans and strings only.
-        config = {
-            key: value if isinstance(value, int | float) else str(value) for key, value in runtime.spec.flat().items()
-        }
-        runtime.accelerator.project_configuration.set_directories(str(run.path))
-        runtime.accelerator.init_trackers("trackers", config=config)
+    runtime.start_trackers(run.path)
     return Reporter(
         run,
         total_steps=runtime.spec.training.steps,

@@ -93,7 +93,8 @@ class ValBatches:
             ids = np.arange(first, first + self._micro_batch_size, dtype=np.int64)
             real = ids < self.num_sequences
             tokens, labels = _shifted(gather(self._tokens, np.where(real, ids, 0), self._seq_len))
-            labels[torch.from_numpy(~real)] = IGNORED
+            # Not in place: with one sequence a batch, tokens and labels are views of the same memory.
+            labels = labels.masked_fill(torch.from_numpy(~real)[:, None], IGNORED)
             yield tokens, labels, int(real.sum()) * self._seq_len
 
     @cached_property

@@ -1,0 +1,183 @@
+"""The processes of one launch: joining them, preparing the model, and what they tell each other."""
+
+import os
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.tracking import filter_trackers
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor, nn
+
+from accel_parallel.errors import LaunchError
+from accel_parallel.spec import RunSpec
+from accel_parallel.train.runtime import arguments, cpu
+from accel_parallel.train.runtime.asked import Asked
+from accel_parallel.train.runtime.check import check
+from accel_parallel.train.runtime.observe import Observed, Original, observe, watch
+
+T = TypeVar("T")
+
+# Process groups and what refers to them are never freed, and the process ends with `os._exit`. Freeing a gloo group
+# joins its thread while the interpreter's lock is held, and that thread needs the lock to drop the tensors of its
+# latest collective: seen as a hang after all work was done (torch 2.13).
+_NEVER_FREED: list["Runtime"] = []
+
+
+@dataclass
+class Runtime:
+    """The processes of one launch. Every method marked collective must be called by all of them."""
+
+    accelerator: Accelerator
+    asked: Asked
+    spec: RunSpec
+    substitutions: list[cpu.Substitution]
+    observed: Observed | None = field(default=None, init=False)
+
+    @classmethod
+    def start(cls, spec: RunSpec, *, force_cpu: bool = False, keep_precision: bool = False) -> "Runtime":
+        """Collective. Join the process group that the launcher's environment describes.
+
+        The returned `spec` carries the world and the precision of that environment: the YAML decides, not the file.
+        Raises LaunchError with fewer accelerators than processes, SpecError if the batch does not divide.
+        """
+        asked = Asked.from_environment(os.environ)
+        spec = arguments.adapt_spec(spec, asked)
+        on_cpu = force_cpu or torch.accelerator.device_count() == 0
+        changed: list[cpu.Substitution] = []
+        if on_cpu:
+            changed = cpu.substitutions(asked, spec.distributed.backend, keep_precision)
+            cpu.prepare_environment(asked, keep_precision)
+            cpu.use_all_cores(asked.local_world_size)
+        elif asked.local_world_size > torch.accelerator.device_count():
+            raise LaunchError(
+                f"{asked.local_world_size} processes on this machine, {torch.accelerator.device_count()} accelerators",
+                hint="lower distributed.processes_per_machine (or --num-processes), or run on CPU with --cpu",
+            )
+        if spec.training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        _join(spec, asked, on_cpu)
+        runtime = cls(Accelerator(**arguments.accelerator_arguments(spec, asked, on_cpu=on_cpu)), asked, spec, changed)
+        _NEVER_FREED.append(runtime)
+        return runtime
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Collective. Prepare both, run one forward and backward pass that is thrown away, and check what runs.
+
+        The discarded pass (`tokens`, `labels`: (B, T), this process's) meets out-of-memory errors before the first
+        step, and lets DDP rebuild its buckets, which it does after its first backward pass: without it a resumed
+        run would differ in the last bits from one that never stopped. Raises MismatchError.
+        """
+        original = Original.of(model)
+        model, optimizer = self.accelerator.prepare(model, optimizer)
+        with watch(model) as step:
+            loss = model(tokens.to(self.device), labels.to(self.device))
+            self.accelerator.backward(loss)
+        optimizer.zero_grad()
+        self.observed = observe(model, original, step, self.world_size, self.asked.shard_size)
+        check(self.asked, self.observed, original, self.accelerator.mixed_precision)
+        return model, optimizer
+
+    def clip(self, model: nn.Module) -> Tensor:
+        """Collective. Clip the gradients in place; their global norm before that, a float32 scalar on the device."""
+        limit = self.spec.training.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf") if limit is None else limit)
+        # Version 2 returns a sharded scalar, of which each process holds only its part.
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Collective. (K,) on each process -> (world_size, K) on every process."""
+        return self.accelerator.gather(values).reshape(self.world_size, -1)
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Collective. One small picklable object per process, in rank order, on every process."""
+        return gather_object([value]) if self.world_size > 1 else [value]
+
+    def tell_all(self, value: T) -> T:
+        """Collective. The main process's object, on every process."""
+        return broadcast_object_list([value])[0] if self.world_size > 1 else value
+
+    def mfu(self, tokens_per_sec: float) -> float | None:
+        """Model FLOPs utilisation, a fraction of the peak of `hardware.accelerator`; none on CPU."""
+        if self.device.type == "cpu":
+            return None
+        return arguments.model_flops_utilisation(self.spec, tokens_per_sec, self.world_size)
+
+    def start_trackers(self, folder: Path) -> None:
+        """Collective. Start the trackers of the specification, writing below `folder`/trackers."""
+        if not self.spec.logging.trackers:
+            return
+        # Not an argument of Accelerator, which wants the folder then: the run directory is agreed on by the processes.
+        self.accelerator.project_configuration.set_directories(str(folder))
+        self.accelerator.log_with = filter_trackers(list(self.spec.logging.trackers), str(folder))
+        # TensorBoard's tracker takes numbers, booleans and strings only.
+        values = self.spec.flat().items()
+        config = {key: value if isinstance(value, int | float) else str(value) for key, value in values}
+        self.accelerator.init_trackers("trackers", config=config)
+
+    def end(self) -> None:
+        """Close the trackers. The process group stays until the process ends."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+
+def _join(spec: RunSpec, asked: Asked, on_cpu: bool) -> None:
+    """Create Accelerate's process state, and with it the process group."""
+    accelerator = None if on_cpu else torch.accelerator.current_accelerator()
+    options = arguments.process_group_options(spec, asked, device_type=accelerator.type if accelerator else "cpu")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
+        PartialState(cpu=on_cpu, **options)
+    if on_cpu and asked.fsdp:
+        cpu.promote_to_fsdp()
+
+
+def local_rank() -> int:
+    """This process's number on its machine, before any process group exists."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def describe(run: Runtime) -> dict[str, Any]:
+    """What was asked, substituted and observed, for `environment.json`."""
+    observed = run.observed
+    return {
+        "asked": {name: getattr(run.asked, name) for name in Asked.__slots__},
+        "substitutions": [item.to_dict() for item in run.substitutions],
+        "observed": None
+        if observed is None
+        else {
+            "parallelism": observed.parallelism,
+            "world_size": observed.world_size,
+            "parameters_in_this_process": observed.local_elements,
+            "units": observed.units,
+            "compute_dtypes": sorted(str(dtype) for dtype in observed.compute_dtypes),
+        },
+        "device": str(run.device),
+        "torch": {
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "threads": torch.get_num_threads(),
+            "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+        },
+    }
