@@ -47,35 +47,33 @@ class LaunchPlan:
         return shlex.join(["accelerate", "launch", *self.arguments])
 
 
-def plan_launch(spec: RunSpec, run: Path, worker_arguments: Sequence[str], *, machine_rank: int | None) -> LaunchPlan:
-    """How to start `spec` in `run`, whose `accelerate.yaml` and `spec.yaml` exist.
+def check_machines(spec: RunSpec, machine_rank: int | None, run: Path | None) -> None:
+    """Raises LaunchError when several machines lack what lets them meet: an address, a number, one run directory."""
+    machines = spec.distributed.num_machines
+    if machines == 1:
+        return
+    if spec.distributed.main_process_ip is None:
+        raise LaunchError(f"{machines} machines need the address of machine 0", hint="set distributed.main_process_ip")
+    if machine_rank is None:
+        raise LaunchError(f"{machines} machines: which one is this?", hint="pass --machine-rank 0, 1, ...")
+    if not 0 <= machine_rank < machines:
+        raise LaunchError(f"--machine-rank {machine_rank} is not one of 0 to {machines - 1}")
+    if run is None:
+        raise LaunchError(f"{machines} machines have to share one run directory", hint="name it with --run on each")
 
-    Raises LaunchError when several machines lack an address or this machine's number.
-    """
-    launcher: list[str] = []
-    note = None
+
+def plan_launch(spec: RunSpec, run: Path, worker_arguments: Sequence[str], *, machine_rank: int | None) -> LaunchPlan:
+    """How to start `spec`, of which `check_machines` approved, in `run` with its `accelerate.yaml` and `spec.yaml`."""
+    worker = ("--spec", str(run / "spec.yaml"), "--run", str(run), *worker_arguments)
+    config = run / "accelerate.yaml"
     if spec.distributed.num_machines > 1:
-        if spec.distributed.main_process_ip is None:
-            raise LaunchError(
-                f"{spec.distributed.num_machines} machines need the address of machine 0",
-                hint="set distributed.main_process_ip",
-            )
-        if machine_rank is None:
-            raise LaunchError(
-                f"{spec.distributed.num_machines} machines: which one is this?", hint="pass --machine-rank 0, 1, ..."
-            )
-        if not 0 <= machine_rank < spec.distributed.num_machines:
-            raise LaunchError(f"--machine-rank {machine_rank} is not one of 0 to {spec.distributed.num_machines - 1}")
-        launcher += ["--machine_rank", str(machine_rank)]
-    else:
-        wanted = spec.distributed.main_process_port or DEFAULT_PORT
-        port = wanted if _is_free(wanted) else _free_port()
-        if port != wanted:
-            note = f"port {wanted} is in use: port {port} is used instead"
-        if spec.num_processes > 1:
-            launcher += ["--main_process_port", str(port)]
-    worker = ["--spec", str(run / "spec.yaml"), "--run", str(run), *worker_arguments]
-    return LaunchPlan(run / "accelerate.yaml", tuple(launcher), tuple(worker), note if spec.num_processes > 1 else None)
+        return LaunchPlan(config, ("--machine_rank", str(machine_rank)), worker)
+    if spec.num_processes == 1:
+        return LaunchPlan(config, (), worker)
+    wanted = spec.distributed.main_process_port or DEFAULT_PORT
+    port = wanted if _is_free(wanted) else _free_port()
+    note = None if port == wanted else f"port {wanted} is in use: port {port} is used instead"
+    return LaunchPlan(config, ("--main_process_port", str(port)), worker, note)
 
 
 @dataclass(frozen=True, slots=True)

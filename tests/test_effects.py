@@ -71,7 +71,7 @@ BASE = ["training.steps=6", "training.max_grad_norm=0.5", "checkpoint.every=3", 
 def trace(result: Trained) -> dict[str, Any]:
     """Everything a run leaves behind that does not depend on the clock."""
     assert result.exit_codes == [0], (result.errors, result.log)
-    measured = {"time", "tokens_per_sec", "step_seconds", "peak_memory_gib", "seconds"}
+    measured = {"time", "tokens_per_sec", "step_seconds", "peak_memory_gib", "seconds", "bytes"}
     rows = {kind: result.rows(kind) for kind in ("train", "eval", "save")}
     return {
         "rows": [

@@ -43,17 +43,10 @@ class ConfigResult:
         return 2 if "refused" in states else 1 if states & {"stale", "missing"} else 0
 
     def to_dict(self) -> dict[str, object]:
-        """The object that `--json` prints."""
+        """What `--json` prints as `data`."""
         return {
-            "schema": 1,
-            "command": "config",
-            "ok": self.exit_code == 0,
-            "exit_code": self.exit_code,
-            "data": {
-                "spec": str(self.spec),
-                "files": [{"path": str(file.path), "state": file.state, "diff": file.diff} for file in self.files],
-            },
-            "problems": [problem.to_dict() for problem in self.problems],
+            "spec": str(self.spec),
+            "files": [{"path": str(file.path), "state": file.state, "diff": file.diff} for file in self.files],
         }
 
     def lines(self) -> list[str]:

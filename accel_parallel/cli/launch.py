@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_parallel.accelerate_yaml import render_file
 from accel_parallel.errors import Problem, SpecError
-from accel_parallel.launch import LaunchPlan, plan_launch, supervise
+from accel_parallel.launch import LaunchPlan, check_machines, plan_launch, supervise
 from accel_parallel.metrics import read_lines
 from accel_parallel.runs import Run, newest_step, open_run, write_atomic
 from accel_parallel.spec import RunSpec, find_spec, load_spec
@@ -46,6 +46,7 @@ def launch_strategy(request: Request, say: Callable[[str], None]) -> Result:
     """Do what was requested. Raises AccelParallelError before anything starts; the result says how it ended."""
     strategy = find_strategy(request.strategy)
     spec = resolve(request, strategy)
+    check_machines(spec, request.machine_rank, request.run)
     if request.dry_run:
         return _dry_run(spec, strategy, request)
     run = open_run(spec, strategy.name, explicit=request.run, fresh=request.fresh)

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from accel_parallel.spec.fields import Section
+from accel_parallel.spec.fields import Section, descriptions
 from accel_parallel.spec.presets import PRESETS
 from accel_parallel.spec.run import RunSpec
 
@@ -36,7 +36,7 @@ def dump_spec(spec: RunSpec, *, comments: bool = False) -> str:
             if not comments:
                 lines.append(f"  {entry}")
             else:
-                lines += beside(f"  # {entry}" if key in derived else f"  {entry}", model.model_fields[key].description)
+                lines += beside(f"  # {entry}" if key in derived else f"  {entry}", descriptions(model)[key])
     return "\n".join(lines) + "\n"
 
 

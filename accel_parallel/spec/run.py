@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from accel_parallel.spec.fields import Destination, Section
+from accel_parallel.spec.fields import Destination, Section, descriptions
 from accel_parallel.spec.sections import (
     Checkpoint,
     Data,
@@ -112,7 +112,8 @@ def destinations() -> Iterator[tuple[str, Destination, str]]:
     for section_name, section_field in RunSpec.model_fields.items():
         section = section_field.annotation
         assert isinstance(section, type) and issubclass(section, Section)
+        described = descriptions(section)
         for key, field in section.model_fields.items():
             extra = field.json_schema_extra
             destination = extra.get("destination", Destination.OURS) if isinstance(extra, dict) else Destination.OURS
-            yield f"{section_name}.{key}", Destination(str(destination)), field.description or ""
+            yield f"{section_name}.{key}", Destination(str(destination)), described[key]

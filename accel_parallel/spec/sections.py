@@ -176,11 +176,11 @@ class Training(Section):
     """Global batch: sequences per optimizer step over all processes."""
     grad_accum_steps: Count = 1
     """Micro-batches per optimizer step."""
-    steps: Count = 120
+    steps: Count = 80
     """Optimizer steps."""
-    lr: Annotated[Real, Field(gt=0)] = 3e-3
+    lr: Annotated[Real, Field(gt=0)] = 1e-3
     """Peak learning rate of AdamW."""
-    min_lr: Annotated[Real, Field(ge=0)] = 3e-4
+    min_lr: Annotated[Real, Field(ge=0)] = 1e-4
     """Learning rate at the last step, reached along a cosine."""
     warmup_steps: NonNegative = 10
     """Steps over which the learning rate rises linearly from 0."""
@@ -207,7 +207,7 @@ class Training(Section):
 class Checkpoint(Section):
     """When to save, and how many to keep."""
 
-    every: NonNegative = 50
+    every: NonNegative = 40
     """Save each so many steps; 0 only at the end."""
     keep: Count = 2
     """How many of the newest complete checkpoints stay."""
@@ -218,9 +218,9 @@ class Logging(Section):
 
     every: Count = 5
     """Report each so many steps: the only moments at which the loop waits for the device."""
-    eval_every: NonNegative = 50
+    eval_every: NonNegative = 40
     """Validate each so many steps; 0 only at the end."""
-    eval_batches: Count = 8
+    eval_batches: Count = 4
     """Global batches of held-out text in one validation."""
     trackers: tuple[Literal["tensorboard"], ...] = ()
     """Accelerate trackers to report to besides metrics.jsonl."""

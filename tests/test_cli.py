@@ -1,0 +1,210 @@
+"""The command line itself: every way to be wrong is one line on stderr and exit code 2, and nothing is lost."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_parallel.cli import main
+from accel_parallel.errors import AccelParallelError, LaunchError, MismatchError, SpecError
+from accel_parallel.launch import check_machines, plan_launch
+from accel_parallel.runs import open_run
+from accel_parallel.spec import load_spec
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ACCEL_PARALLEL_SPEC", raising=False)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of one command line in this process."""
+    argv, sys.argv = sys.argv, ["accel-parallel", *arguments]
+    try:
+        with pytest.raises(SystemExit) as end:
+            main(list(arguments))
+    finally:
+        sys.argv = argv
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["launch", "fspd"], "unknown strategy 'fspd'; did you mean 'fsdp'?"),
+        (["launch", "fsdp", "--spec", "nowhere.yaml"], "nowhere.yaml"),
+        (["launch", "fsdp", "--set", "training.lrr=1"], "unknown key training.lrr; did you mean 'lr'?"),
+        (["launch", "fsdp", "--set", "training.steps=many"], "training.steps is 'many'"),
+        (["launch", "fsdp", "--set", "training.steps"], "an override is written section.key=value"),
+        (
+            ["launch", "ddp", "--set", "training.batch_size=33"],
+            "training.batch_size 33 does not divide by 2 processes x 1 micro-batches = 2; nearest that do: 32 or 34",
+        ),
+        (["launch", "fsdp", "--num-processes", "3"], "nearest that do: 30 or 33"),
+        (["launch", "fsdp", "--num-processes", "0"], "'0' is not a whole number from 1 on"),
+        (["launch", "ddp", "--set", "distributed.num_machines=2"], "2 machines need the address of machine 0"),
+        (["launch"], "the following arguments are required: STRATEGY"),
+        (["launch", "fsdp", "--fres"], "unrecognized arguments: --fres; did you mean '--fresh'?"),
+        (["lanch", "fsdp"], "did you mean 'launch'?"),
+        ([], "the following arguments are required: VERB"),
+        (["config", "--set", "fsdp.version=3"], "fsdp.version is 3"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("error: ")
+    assert words in err
+    assert not Path("runs").exists()
+
+
+def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my.yaml").write_text("training:\n  lrr: 1\n  steps: many\nmodle: {}\n")
+    code, _, err = run(capsys, "launch", "fsdp", "--spec", "my.yaml", "--set", "ddp.static_graph=7")
+    assert code == 2
+    lines = err.splitlines()
+    assert len(lines) == 4
+    assert {line.split(": ")[1] for line in lines} == {"my.yaml:2", "my.yaml:3", "my.yaml:4", "--set ddp.static_graph"}
+
+
+def test_json_holds_the_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "launch", "fspd", "--json")
+    content = json.loads(out)
+    assert err == ""
+    assert list(content) == ["schema", "command", "ok", "exit_code", "data", "problems"]
+    assert (content["schema"], content["command"], content["ok"], content["exit_code"]) == (1, "launch", False, code)
+    assert set(content["problems"][0]) == {"code", "severity", "path", "line", "message", "hint"}
+
+
+def test_config_writes_then_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "config")
+    assert (code, err) == (0, "")
+    assert [line.split() for line in out.splitlines()] == [
+        ["written", f"accelerate_configs/{name}.yaml"] for name in ("parallelism", "single", "ddp", "fsdp")
+    ]
+    assert run(capsys, "config", "--check")[0] == 0
+    stale = Path("accelerate_configs/fsdp.yaml")
+    stale.write_text(stale.read_text().replace("num_processes: 2", "num_processes: 3"))
+    code, out, _ = run(capsys, "config", "--check")
+    assert code == 1
+    assert "-num_processes: 3" in out
+    assert "num_processes: 3" in stale.read_text(), "--check writes nothing"
+
+
+def test_another_clusters_files(capsys: pytest.CaptureFixture[str]) -> None:
+    sets = ["--set", "distributed.processes_per_machine=8", "--set", "distributed.num_machines=2"]
+    assert run(capsys, "config", *sets, "--out", "cluster")[0] == 0
+    text = Path("cluster/fsdp.yaml").read_text()
+    assert "num_processes: 16" in text
+    assert "num_machines: 2" in text
+
+
+def test_dry_run_prints_file_and_command_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "launch", "fsdp", "--dry-run", "--set", "fsdp.min_num_params=2M")
+    assert code == 0
+    assert "distributed_type: FSDP" in out
+    assert "NO_WRAP" in out
+    assert out.splitlines()[-1].startswith("accelerate launch --config_file runs/fsdp-NNN/accelerate.yaml ")
+    assert not Path("runs").exists()
+
+
+def test_named_run_of_another_specification_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = load_spec()
+    open_run(spec, "fsdp", explicit=Path("mine"))
+    before = Path("mine/spec.yaml").read_text()
+    code, _, err = run(capsys, "launch", "fsdp", "--run", "mine", "--set", "training.lr=5e-4")
+    assert code == 2
+    assert "mine holds another specification: training.lr 0.001 -> 0.0005" in err
+    assert "--fresh" in err
+    assert Path("mine/spec.yaml").read_text() == before
+
+
+def test_a_folder_that_is_no_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("docs").mkdir()
+    Path("docs/thesis.txt").write_text("years of work")
+    code, _, err = run(capsys, "launch", "fsdp", "--run", "docs")
+    assert code == 2
+    assert "docs is not a run directory and not empty" in err
+    assert [path.name for path in Path("docs").iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").exists(), reason="needs a place root cannot write to")
+def test_a_run_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "launch", "fsdp", "--run", "/proc/sys/accel_parallel")
+    assert code == 2
+    assert "cannot write to /proc/sys/accel_parallel" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_runs_in_the_way_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs").write_text("a file")
+    code, _, err = run(capsys, "launch", "fsdp")
+    assert code == 2
+    assert "cannot write to runs/fsdp-001" in err
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["config", "--help"], ["launch", "--help"], ["prepare", "--help"]):
+        code, out, err = run(capsys, *arguments)
+        assert (code, err) == (0, "")
+        assert max(map(len, out.splitlines())) <= 80
+    assert run(capsys, "--version")[1].strip() == "0.1.0"
+
+
+def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m accel_parallel launch fsdp --dry-run --json | true"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert result.stderr == ""
+
+
+# --- Machines and ports -----------------------------------------------------------------------------------------------
+
+
+def test_several_machines_need_a_number_each() -> None:
+    sets = ["distributed.num_machines=2", "distributed.main_process_ip=10.0.0.1"]
+    spec = load_spec(None, {}, sets)
+    with pytest.raises(LaunchError, match="which one is this"):
+        check_machines(spec, None, Path("run"))
+    with pytest.raises(LaunchError, match="--machine-rank 2 is not one of 0 to 1"):
+        check_machines(spec, 2, Path("run"))
+    with pytest.raises(LaunchError, match="have to share one run directory"):
+        check_machines(spec, 1, None)
+    check_machines(spec, 1, Path("run"))
+    plan = plan_launch(spec, Path("run"), [], machine_rank=1)
+    assert plan.launcher_arguments == ("--machine_rank", "1")
+
+
+def test_a_busy_port_is_replaced_on_one_machine() -> None:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        plan = plan_launch(
+            load_spec(None, {}, [f"distributed.main_process_port={port}"]), Path("run"), [], machine_rank=None
+        )
+    assert plan.note is not None
+    assert f"port {port} is in use" in plan.note
+    assert plan.launcher_arguments[0] == "--main_process_port"
+    assert plan.launcher_arguments[1] != str(port)
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    import accel_parallel.errors as errors
+
+    classes = {AccelParallelError, *AccelParallelError.__subclasses__()}
+    assert errors.__doc__ is not None
+    drawn = {line.strip("├└─ ").split()[0] for line in errors.__doc__.splitlines() if "Error" in line and "  " in line}
+    assert drawn == {cls.__name__ for cls in classes}
+    assert MismatchError.exit_code == 1
+    assert SpecError.exit_code == 2
