@@ -148,5 +148,9 @@ def read_manifest(checkpoint: Path) -> dict[str, object] | None:
 def write_atomic(path: Path, text: str) -> None:
     """Replace a small text file so that a reader sees the old or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

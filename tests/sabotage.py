@@ -47,6 +47,27 @@ def apply(name: str) -> None:
 
         process._join = alone
 
+    if name.startswith("not finite on rank"):
+        rank, step = name.split()[4], int(name.split()[-1])
+        original_forward = TransformerLM.forward
+        # The discarded pass comes before the first step.
+        calls = {"left": step + 1}
+
+        def forward(model: Any, tokens: Any, labels: Any = None) -> Any:
+            out = original_forward(model, tokens, labels)
+            calls["left"] -= model.training
+            return out * float("nan") if calls["left"] == 0 and os.environ["RANK"] == rank else out
+
+        TransformerLM.forward = forward  # type: ignore[method-assign]
+    if name == "other tokens on rank 1":
+        from accel_parallel.train.data import TokenData
+
+        TokenData.fingerprint = property(lambda self: "other" if os.environ["RANK"] == "1" else "same")  # type: ignore[assignment]
+    if name == "one accelerator":
+        import torch
+
+        torch.accelerator.device_count = lambda: 1
+
 
 def _without_precision(plugin: Any) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy

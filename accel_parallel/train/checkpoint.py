@@ -52,12 +52,24 @@ class Checkpoints:
 
         Raises RunError when the disk does not take it; earlier checkpoints stay as they are.
         """
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-        from torch.distributed.checkpoint.state_dict_saver import save
-
         begun = time.perf_counter()
         final = self.run.checkpoints / f"step-{state.step:08d}"
         partial = final.with_name(f".partial-{final.name}")
+        try:
+            self._write(partial, final, model, optimizer, state)
+        except RunError:
+            if self.runtime.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        size = sum(path.stat().st_size for path in final.iterdir()) if self.runtime.is_main else 0
+        return Saved(final, time.perf_counter() - begun, size)
+
+    def _write(
+        self, partial: Path, final: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState
+    ) -> None:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.checkpoint.state_dict_saver import save
+
         with self._as_one(f"cannot save {final}"):
             if self.runtime.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -68,8 +80,6 @@ class Checkpoints:
         with self._as_one(f"cannot save {final}"):
             if self.runtime.is_main:
                 self._publish(partial, final, state)
-        size = sum(path.stat().st_size for path in final.iterdir()) if self.runtime.is_main else 0
-        return Saved(final, time.perf_counter() - begun, size)
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
         """Collective. Load the newest complete checkpoint in place; a fresh state if there is none."""
@@ -145,7 +155,8 @@ class _Together:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
+        # DCP's CheckpointException is a BaseException, so what passes through is named instead.
+        if isinstance(error, KeyboardInterrupt | SystemExit):
             return
         reasons = self.runtime.gather_objects(None if error is None else _reason(error))
         failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason is not None]

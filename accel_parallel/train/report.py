@@ -4,12 +4,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from accel_parallel.errors import RunError
 from accel_parallel.metrics import by_step, format_gib, format_tokens_per_sec, read_lines, to_line
 from accel_parallel.runs import Run, write_atomic
 from accel_parallel.train.checkpoint import Saved
@@ -60,7 +62,9 @@ class Reporter:
         if self._bar is not None:
             self._bar.stop()
         if self._file is not None:
-            self._file.close()
+            # A full disk was reported where a line did not fit.
+            with suppress(OSError):
+                self._file.close()
 
     def say(self, text: str) -> None:
         """One line for a person, above the progress bar."""
@@ -74,7 +78,10 @@ class Reporter:
     def line(self, kind: str, values: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl, and give its numbers to the trackers."""
         if self._file is not None:
-            self._file.write(to_line(kind, {**values, "time": time.time()}) + "\n")
+            try:
+                self._file.write(to_line(kind, {**values, "time": time.time()}) + "\n")
+            except OSError as error:
+                raise RunError(f"cannot write {self._run.metrics}: {error.strerror}") from None
         if "step" in values:
             numbers = {f"{kind}/{key}": value for key, value in values.items() if _is_number(value) and key != "step"}
             self._track(numbers, values["step"])
@@ -83,7 +90,10 @@ class Reporter:
         """The model is prepared and checked, and training goes on from `state`."""
         self._unigram_entropy = unigram_entropy
         if self._active:
-            write_atomic(self._run.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
+            try:
+                write_atomic(self._run.path / "environment.json", json.dumps(self._environment(), indent=1) + "\n")
+            except OSError as error:
+                raise RunError(f"cannot write to {self._run.path}: {error.strerror}") from None
         if state.step:
             self.say(f"continues at step {state.step} of {self._total}")
 

@@ -1,0 +1,112 @@
+"""Training that cannot go on: not-finite losses, full disks, processes that hold other data. Nothing is lost."""
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_parallel.runs import complete_checkpoints
+from tests.workers import train
+
+
+def test_a_loss_that_explodes_stops_with_step_and_rank(toy: list[str], tmp_path: Path) -> None:
+    """A real one: with this learning rate the weights overflow."""
+    sets = [*toy, "training.lr=1e30", "training.warmup_steps=6", "checkpoint.every=1", "checkpoint.keep=3"]
+    result = train(tmp_path / "run", "fsdp", 2, sets)
+    assert result.exit_codes == [2, 2]
+    assert "the loss is not finite at step " in result.message
+    step = int(result.message.split("at step ")[1].split()[0])
+    good = complete_checkpoints(result.run)
+    assert max(good) == step - 1
+    assert str(good[step - 1]) in result.message
+    assert "NaN" not in (result.run / "metrics.jsonl").read_text()
+    for line in (result.run / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+def test_the_rank_that_saw_it_first_is_named(toy: list[str], tmp_path: Path) -> None:
+    """Reported rarely, but the step is the one at which it happened, not the one at which somebody looked."""
+    sets = [*toy, "logging.every=10", "checkpoint.every=2"]
+    environment = {"ACCELERATE_TEST_SABOTAGE": "not finite on rank 1 at step 5"}
+    result = train(tmp_path / "run", "ddp", 2, sets, environment=environment)
+    assert result.exit_codes == [2, 2]
+    assert "the loss is not finite at step 5 on rank 1" in result.message
+    assert "step-00000004" in result.message
+    assert list(complete_checkpoints(result.run)) == [2, 4]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_there_was(toy: list[str], small_disk: Path) -> None:
+    """A checkpoint has about half a megabyte, so one of them does not fit any more."""
+    sets = [*toy, "checkpoint.every=2", "checkpoint.keep=9"]
+    result = train(small_disk / "run", "fsdp", 2, sets)
+    assert result.exit_codes == [2, 2], result.log
+    assert re.search(r"cannot save .*step-\d+: No space left on device \(rank \d\)", result.message)
+    assert result.errors[0]["traceback"] is None
+    kept = complete_checkpoints(result.run)
+    assert len(kept) >= 2
+    assert not list((result.run / "checkpoints").glob(".partial*")), "what did not fit is not left lying about"
+    for path in list(kept.values())[:-1]:
+        shutil.rmtree(path)
+    again = train(small_disk / "run", "fsdp", 2, [*toy, "checkpoint.every=0"])
+    assert again.exit_codes == [0, 0], again.errors
+    assert f"continues at step {max(kept)} of 20" in again.log
+
+
+def test_metrics_on_a_full_disk_are_one_line(toy: list[str], small_disk: Path) -> None:
+    run = small_disk / "run"
+    run.mkdir()
+    first = train(run, "ddp", 2, toy, argv=["--stop-at", "2"])
+    assert first.exit_codes == [0, 0]
+    with (small_disk / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 512)
+    result = train(run, "ddp", 2, toy)
+    assert 2 in result.exit_codes
+    assert "No space left on device" in result.message
+    assert result.errors[0]["traceback"] is None
+    assert list(complete_checkpoints(run)) == [2]
+
+
+def test_processes_with_other_tokens_are_refused(toy: list[str], tmp_path: Path) -> None:
+    environment = {"ACCELERATE_TEST_SABOTAGE": "other tokens on rank 1"}
+    result = train(tmp_path / "run", "ddp", 2, toy, environment=environment)
+    assert result.exit_codes == [2, 2]
+    assert "rank 1 holds other tokens than rank 0" in result.message
+    assert not result.run.exists()
+
+
+def test_fewer_accelerators_than_processes(toy: list[str], tmp_path: Path) -> None:
+    environment = {"ACCELERATE_TEST_SABOTAGE": "one accelerator"}
+    result = train(tmp_path / "run", "fsdp", 2, toy, environment=environment)
+    assert result.exit_codes == [2, 2]
+    assert "2 processes on this machine, 1 accelerator" in result.message
+    assert "--num-processes" in result.message
+    assert "--cpu" in result.message
+    forced = train(tmp_path / "run", "fsdp", 2, toy, environment=environment, argv=["--cpu", "--stop-at", "2"])
+    assert forced.exit_codes == [0, 0]
+
+
+@pytest.mark.parametrize("key", ["fsdp.min_num_params=2M", "distributed.mixed_precision=no", "fsdp.cpu_offload=true"])
+def test_a_worker_refuses_to_override_what_the_yaml_decides(key: str, toy: list[str], tmp_path: Path) -> None:
+    result = train(tmp_path / "run", "ddp", 2, toy, argv=["--set", key])
+    assert result.exit_codes == [2, 2]
+    assert "is decided by the accelerate YAML" in result.message
+    assert "accel-parallel config" in result.message
+    assert not result.run.exists()
