@@ -59,7 +59,8 @@ def launch_strategy(request: Request, say: Callable[[str], None]) -> Result:
     plan = plan_launch(spec, run.path, worker_arguments(request), machine_rank=request.machine_rank)
     if plan.note:
         say(plan.note)
-    say(f"{'continues' if step else 'starts'} {run.path}: {strategy.name}, {spec.num_processes} process(es)")
+    processes = "1 process" if spec.num_processes == 1 else f"{spec.num_processes} processes"
+    say(f"{'continues' if step else 'starts'} {run.path}: {strategy.name}, {processes}")
     ended = supervise(plan)
     problems = list(ended.problems)
     if ended.traceback:
