@@ -54,13 +54,3 @@ def format_gib(gib: float) -> str:
 
 def format_tokens_per_sec(rate: float) -> str:
     return f"{rate:,.0f} tokens/s"
-
-
-def format_seconds(seconds: float) -> str:
-    """`42 s`, `3 min 5 s` or `2 h 10 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

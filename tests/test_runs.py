@@ -1,0 +1,176 @@
+"""Run directories, metrics lines and the closing summary."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from accel_parallel.errors import RunError
+from accel_parallel.metrics import by_step, format_seconds, mfu, read_lines, to_line
+from accel_parallel.runs import complete_checkpoints, newest_step, open_run, write_atomic
+from accel_parallel.spec import RunSpec, load_spec
+from accel_parallel.summary import render_summary
+
+SPEC = RunSpec()
+OTHER = load_spec(None, {}, ["training.lr=5e-4"])
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_newest_run_with_an_equal_specification_is_continued() -> None:
+    first = open_run(SPEC, "fsdp")
+    assert (first.path, first.continues) == (Path("runs/fsdp-001"), False)
+    again = open_run(SPEC, "fsdp")
+    assert (again.path, again.continues) == (first.path, True)
+    assert open_run(SPEC, "ddp").path == Path("runs/ddp-001")
+
+
+def test_another_specification_takes_the_next_number_and_says_why() -> None:
+    open_run(SPEC, "fsdp")
+    other = open_run(OTHER, "fsdp")
+    assert (other.path, other.continues) == (Path("runs/fsdp-002"), False)
+    assert other.note is not None
+    assert "training.lr 0.001 -> 0.0005" in other.note
+    back = open_run(SPEC, "fsdp")
+    assert (back.path, back.continues) == (Path("runs/fsdp-001"), True)
+    assert load_spec(Path("runs/fsdp-002/spec.yaml")) == OTHER
+
+
+def test_fresh_takes_the_next_number() -> None:
+    open_run(SPEC, "fsdp")
+    fresh = open_run(SPEC, "fsdp", fresh=True)
+    assert (fresh.path, fresh.continues, fresh.note) == (Path("runs/fsdp-002"), False, None)
+    assert open_run(SPEC, "fsdp").path == Path("runs/fsdp-002")
+
+
+def test_what_does_not_decide_the_numbers_may_change() -> None:
+    open_run(SPEC, "fsdp")
+    changed = load_spec(None, {}, ["logging.every=1", "fsdp.min_num_params=2M", "distributed.processes_per_machine=4"])
+    assert open_run(changed, "fsdp").continues
+
+
+def test_names_of_one_strategy_do_not_match_another() -> None:
+    open_run(SPEC, "fsdp_cpu_offload")
+    assert open_run(SPEC, "fsdp").path == Path("runs/fsdp-001")
+    for number in (998, 999, 1000):
+        Path(f"runs/ddp-{number}").mkdir(parents=True)
+    assert open_run(SPEC, "ddp", fresh=True).path == Path("runs/ddp-1001")
+
+
+def test_a_named_directory_continues_under_any_strategy() -> None:
+    open_run(SPEC, "ddp", explicit=Path("mine"))
+    assert open_run(SPEC, "fsdp", explicit=Path("mine")).continues
+    with pytest.raises(RunError, match=r"holds another specification: training.lr 0.001 -> 0.0005"):
+        open_run(OTHER, "fsdp", explicit=Path("mine"))
+    with pytest.raises(RunError, match="nothing is overwritten"):
+        open_run(SPEC, "fsdp", explicit=Path("mine"), fresh=True)
+
+
+def test_an_unreadable_specification_is_never_taken_over() -> None:
+    run = open_run(SPEC, "fsdp")
+    (run.path / "spec.yaml").write_text("training: [\n")
+    assert open_run(SPEC, "fsdp").path == Path("runs/fsdp-002")
+    with pytest.raises(RunError, match=r"its spec.yaml cannot be read"):
+        open_run(SPEC, "fsdp", explicit=run.path)
+
+
+def test_two_launches_at_once_get_a_directory_each() -> None:
+    taken: list[Path] = []
+    barrier = threading.Barrier(8)
+
+    def one() -> None:
+        barrier.wait()
+        taken.append(open_run(SPEC, "fsdp", fresh=True).path)
+
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(taken)) == 8
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '"step"', "\x00"])
+def test_a_checkpoint_without_a_readable_manifest_is_not_complete(text: str) -> None:
+    run = open_run(SPEC, "fsdp").path
+    for step in (5, 10):
+        (run / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+    (run / "checkpoints/step-00000005/manifest.json").write_text("{}")
+    (run / "checkpoints/step-00000010/manifest.json").write_text(text)
+    (run / "checkpoints/.partial-step-00000015").mkdir()
+    assert list(complete_checkpoints(run)) == [5]
+    assert newest_step(run) == 5
+
+
+def test_no_checkpoint_is_step_0() -> None:
+    assert newest_step(open_run(SPEC, "fsdp").path) == 0
+
+
+def test_a_text_is_replaced_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path("file.txt")
+    write_atomic(path, "old")
+
+    def fail(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert [found.name for found in Path().iterdir()] == ["file.txt"]
+
+
+# --- Lines ------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_hold_no_nan() -> None:
+    line = to_line("train", {"step": 3, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.1})
+    assert json.loads(line) == {"kind": "train", "step": 3, "loss": None, "grad_norm": None, "lr": 0.1}
+
+
+def test_after_a_replay_the_last_line_of_a_step_wins() -> None:
+    rows = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, 9.0), (2, 8.0), (3, 7.0), (2, 8.5))]
+    latest = by_step([*rows, {"kind": "eval", "step": 2, "loss": 1.0}], "train")
+    assert [(step, row["loss"]) for step, row in latest.items()] == [(1, 9.0), (2, 8.5), (3, 7.0)]
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out() -> None:
+    path = Path("metrics.jsonl")
+    path.write_text('{"kind": "train", "step": 1}\n{"kind": "train", "st')
+    assert read_lines(path) == [{"kind": "train", "step": 1}]
+    assert read_lines(Path("none.jsonl")) == []
+
+
+def test_mfu_of_a_published_run() -> None:
+    """torchtitan, Llama 3.1 8B, 8 H100: 5,762 tokens/s per GPU are 33.7 % by 6N + 12 L H Q T at 989 TFLOP/s."""
+    spec = load_spec(None, {}, ["model.preset=llama3_8b"])
+    flops = spec.model.shape.flops_per_token()
+    assert flops == 6 * 7_504_924_672 + 12 * 32 * 32 * 128 * 8192
+    assert mfu(8 * 5_762, flops, 989, 8) == pytest.approx(0.337, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.4, "3 s"), (59.6, "1 min 0 s"), (185, "3 min 5 s"), (7800, "2 h 10 min")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_summary_fits_80_columns_and_says_which_is_better() -> None:
+    summary = {
+        "run": "runs/a-rather-long-name-for-a-run-directory/fsdp-001", "strategy": "fsdp", "world_size": 16,
+        "device": "cpu", "step": 80, "steps": 100, "tokens": 327_680, "first_train_loss": 7.5,
+        "last_train_loss": None, "val_loss": 5.0, "unigram_entropy": 5.5, "val_tokens": 1000, "tokens_per_sec": 1234.5,
+        "peak_memory_gib": [1.0] * 16, "checkpoint": "runs/x/checkpoints/step-00000080",
+        "prompt": "def f(", "sample": "x" * 200 + "\n\n    return\n",
+    }  # fmt: skip
+    text = render_summary(summary)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "80 of 100, 327,680 tokens" in text
+    assert "the model is 0.50 nat better" in text
+    assert "1,234 tokens/s" in text
+    assert "0.50 nat worse" in render_summary({**summary, "val_loss": 6.0})
