@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_parallel.errors import RunError, SpecError
+from accel_parallel.files import write_atomic
 from accel_parallel.spec import RunSpec, dump_spec, load_spec
 
 ROOT = Path("runs")
@@ -143,14 +144,3 @@ def read_manifest(checkpoint: Path) -> dict[str, object] | None:
     except (OSError, ValueError):
         return None
     return manifest if isinstance(manifest, dict) else None
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a small text file so that a reader sees the old or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from accel_parallel.errors import RunError
+from accel_parallel.files import write_atomic
 from accel_parallel.metrics import by_step, mfu, read_lines, to_line
-from accel_parallel.runs import complete_checkpoints, newest_step, open_run, write_atomic
+from accel_parallel.runs import complete_checkpoints, newest_step, open_run
 from accel_parallel.spec import RunSpec, load_spec
 from accel_parallel.summary import render_summary
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from accel_parallel.accelerate_yaml import GENERATED, render_file
 from accel_parallel.errors import Problem, RunError, SpecError
-from accel_parallel.runs import write_atomic
+from accel_parallel.files import write_atomic
 from accel_parallel.spec import RunSpec, dump_spec, find_spec, load_spec
 from accel_parallel.spec.load import DEFAULT_PATH
 from accel_parallel.strategies import CATALOGUE, Strategy

@@ -7,9 +7,10 @@ from typing import Any
 
 from accel_parallel.accelerate_yaml import render_file
 from accel_parallel.errors import Problem, SpecError
+from accel_parallel.files import write_atomic
 from accel_parallel.launch import LaunchPlan, check_machines, plan_launch, supervise
 from accel_parallel.metrics import read_lines
-from accel_parallel.runs import Run, newest_step, open_run, write_atomic
+from accel_parallel.runs import Run, newest_step, open_run
 from accel_parallel.spec import RunSpec, find_spec, load_spec
 from accel_parallel.strategies import Strategy, find_strategy
 from accel_parallel.summary import render_summary

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_parallel.errors import AccelParallelError, Problem, SpecError
+from accel_parallel.files import write_atomic
 from accel_parallel.spec import Destination, RunSpec, destinations, find_spec, load_spec, parse_set
 from accel_parallel.summary import render_summary
 
@@ -122,9 +123,7 @@ class Status:
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         assert self._directory is not None
-        temporary = self._directory / f".{name}.tmp"
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-        temporary.replace(self._directory / name)
+        write_atomic(self._directory / name, json.dumps(content))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch import nn
 
 from accel_parallel import __version__
 from accel_parallel.errors import AccelParallelError, RunError
+from accel_parallel.files import fsync
 from accel_parallel.runs import MANIFEST, Run, complete_checkpoints, newest_checkpoint, read_manifest
 from accel_parallel.train.runtime import Runtime
 from accel_parallel.train.state import TrainState
@@ -113,7 +114,7 @@ class Checkpoints:
     def _publish(self, partial: Path, final: Path, state: TrainState) -> None:
         files = sorted(path for path in partial.iterdir() if path.is_file())
         for path in files:
-            _fsync(path)
+            fsync(path)
         manifest = {
             "format": FORMAT,
             "state": asdict(state),
@@ -131,7 +132,7 @@ class Checkpoints:
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
-        _fsync(final.parent)
+        fsync(final.parent)
         for path in list(complete_checkpoints(self.run.path).values())[: -self.keep]:
             shutil.rmtree(path)
 
@@ -187,11 +188,3 @@ def _reason(error: BaseException) -> str:
 def unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer inside Accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from accel_parallel.errors import RunError
+from accel_parallel.files import write_atomic
 from accel_parallel.metrics import by_step, format_gib, format_tokens_per_sec, read_lines, to_line
-from accel_parallel.runs import Run, write_atomic
+from accel_parallel.runs import Run
 from accel_parallel.train.checkpoint import Saved
 from accel_parallel.train.meter import Reading
 from accel_parallel.train.state import TrainState

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_parallel.errors import AccelParallelError, RunError, TrainingError
+from accel_parallel.files import write_atomic
 from accel_parallel.metrics import to_line
-from accel_parallel.runs import Run, newest_checkpoint, open_run, write_atomic
+from accel_parallel.runs import Run, newest_checkpoint, open_run
 from accel_parallel.spec import RunSpec
 from accel_parallel.train.checkpoint import VERSIONS
 from accel_parallel.train.data import TokenData, prepare

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_parallel.errors import DataError
+from accel_parallel.files import fsync
 
 VARIABLE = "ACCEL_PARALLEL_CACHE"
 FORMAT = 1
@@ -111,20 +112,12 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 def _publish(temporary: Path, folder: Path) -> None:
     for path in [*temporary.rglob("*"), temporary]:
-        _fsync(path)
+        fsync(path)
     if folder.exists():
         # Incomplete, or nobody would have built it again.
         shutil.rmtree(folder)
     temporary.rename(folder)
-    _fsync(folder.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync(folder.parent)
 
 
 def wait_for(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
