@@ -90,9 +90,13 @@ class LaunchError(AccelParallelError):
 
 
 class TrainingError(AccelParallelError):
-    """Training cannot go on, for example because a loss is not finite."""
+    """Training cannot go on, for example because a loss is not finite; `step` is where, if it is known."""
 
     code = "training"
+
+    def __init__(self, message: str, *, hint: str | None = None, step: int | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.step = step
 
 
 class MismatchError(AccelParallelError):

@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,9 +21,6 @@ from typing import Any
 
 from accel_parallel.errors import LaunchError, Problem
 from accel_parallel.spec import RunSpec
-
-DEFAULT_PORT = 29500
-GRACE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +67,10 @@ def plan_launch(spec: RunSpec, run: Path, worker_arguments: Sequence[str], *, ma
         return LaunchPlan(config, ("--machine_rank", str(machine_rank)), worker)
     if spec.num_processes == 1:
         return LaunchPlan(config, (), worker)
-    wanted = spec.distributed.main_process_port or DEFAULT_PORT
-    port = wanted if _is_free(wanted) else _free_port()
-    note = None if port == wanted else f"port {wanted} is in use: port {port} is used instead"
+    # Nobody named one, and Accelerate's 29500 may be taken by the time it is used: any free one does.
+    wanted = spec.distributed.main_process_port
+    port = wanted if wanted is not None and _is_free(wanted) else _free_port()
+    note = f"port {wanted} is in use: port {port} is used instead" if wanted not in (None, port) else None
     return LaunchPlan(config, ("--main_process_port", str(port)), worker, note)
 
 
@@ -87,29 +85,31 @@ class Ended:
 
 
 def supervise(plan: LaunchPlan) -> Ended:
-    """Run it to its end. SIGTERM, SIGUSR1 and Ctrl-C stop training in order; a second Ctrl-C kills it."""
-    with tempfile.TemporaryDirectory(prefix="accel-parallel-") as name:
+    """Run it to its end. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C stop training in order, a second Ctrl-C at once."""
+    with tempfile.TemporaryDirectory(prefix="accel-parallel-") as name, _Signals(Path(name) / "stop") as signals:
         status = Path(name)
         command = [sys.executable, "-m", "accel_parallel.train.agent", name, *plan.arguments, "--status-dir", name]
         # A session of its own: the terminal's Ctrl-C reaches this process only, which passes it on as a request.
         child = subprocess.Popen(command, start_new_session=True)
-        with _Signals(child, status / "stop") as signals:
-            returncode = child.wait()
-        _end_group(child)
-        return _ended(status, returncode, signals.received)
+        while child.poll() is None and not signals.at_once:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=0.2)
+        if child.poll() is None:
+            _end_group(child)
+        return _ended(status, child.wait(), signals)
 
 
 class _Signals:
-    """Turns signals of this process into a request to stop, and the second Ctrl-C into the end."""
+    """Turns signals of this process into a request to stop, and a second Ctrl-C into the end."""
 
-    def __init__(self, child: subprocess.Popen[bytes], flag: Path) -> None:
-        self._child = child
+    def __init__(self, flag: Path) -> None:
         self._flag = flag
         self._previous: dict[int, Any] = {}
-        self.received: int | None = None
+        self.interrupted = False
+        self.at_once = False
 
     def __enter__(self) -> "_Signals":
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -118,36 +118,36 @@ class _Signals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received == signal.SIGINT:
-            _end_group(self._child)
+        if number == signal.SIGINT and self.interrupted:
+            self.at_once = True
             return
-        self.received = number
+        self.interrupted = self.interrupted or number == signal.SIGINT
         self._flag.touch()
-        text = "stopping after the current step with a checkpoint"
+        text = "stopping at the next report, with a checkpoint"
         again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
-        print(f"\n{text}{again}", file=sys.stderr, flush=True)  # noqa: T201
+        with suppress(OSError):
+            os.write(2, f"\n{text}{again}\n".encode())
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """Leave no process of the launch behind."""
-    try:
-        os.killpg(child.pid, signal.SIGTERM)
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline:
-            os.killpg(child.pid, 0)
-            child.poll()
-            time.sleep(0.05)
-        os.killpg(child.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
+    """End the launcher, which ends its workers; when it is killed they end by themselves (agent.die_with_parent)."""
+    for number, seconds in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=seconds)
+            return
 
 
-def _ended(status: Path, returncode: int, received: int | None) -> Ended:
+def _ended(status: Path, returncode: int, signals: _Signals) -> Ended:
     summary = _read(status / "summary.json")
-    if returncode == 0 and summary is not None:
-        return Ended(130 if received == signal.SIGINT else 0, summary, [])
-    errors = [error for path in status.glob("error-*.json") if (error := _read(path))]
     agent = _read(status / "agent.json") or {}
+    if signals.at_once:
+        return Ended(130, None, [Problem("ended at once; earlier checkpoints are as they were", code="interrupted")])
+    if returncode == 0 and agent.get("ok"):
+        # On several machines only the first has a summary.
+        return Ended(130 if signals.interrupted else 0, summary, [])
+    errors = [error for path in status.glob("error-*.json") if (error := _read(path))]
     killed = [f for f in agent.get("failures", []) if f["exit_code"] < 0 and f["exit_code"] != -signal.SIGTERM]
     said = [error for error in errors if error["traceback"] is None]
     # A worker that says what is wrong knows best; then one that could not say anything any more; a worker that
@@ -156,8 +156,6 @@ def _ended(status: Path, returncode: int, received: int | None) -> Ended:
         first = min(said or errors, key=lambda error: error["time"])
         problems = [Problem(**problem) for problem in first["problems"]]
         return Ended(first["exit_code"], summary, problems, first["traceback"])
-    if received == signal.SIGINT and not killed:
-        return Ended(130, summary, [])
     problems = [Problem(_worker_end(failure), code="worker") for failure in (killed or agent.get("failures", []))[:1]]
     if not problems:
         message = agent.get("message") or f"the launcher ended with exit code {returncode} and no result"

@@ -61,7 +61,7 @@ def open_run(
 
 def _explicit(spec: RunSpec, path: Path, fresh: bool) -> Run:
     if not (path / "spec.yaml").exists():
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not (path.is_dir() and all(entry.name.startswith(".") for entry in path.iterdir())):
             raise RunError(f"{path} is not a run directory and not empty", hint="name a new directory with --run")
         return _write_spec(Run(path, continues=False), spec)
     if fresh:
@@ -119,13 +119,23 @@ def _differences(path: Path, spec: RunSpec) -> list[str]:
 
 
 def complete_checkpoints(run: Path) -> dict[int, Path]:
-    """Complete checkpoints by step, oldest first. One without a readable manifest is not complete."""
+    """Complete checkpoints by step, oldest first: those whose manifest can be read and whose files have its sizes."""
     found = {}
     for path in (run / "checkpoints").glob("step-*"):
         match = _STEP.fullmatch(path.name)
-        if match and read_manifest(path) is not None:
+        if match and _is_complete(path):
             found[int(match[1])] = path
     return dict(sorted(found.items()))
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    files = (read_manifest(checkpoint) or {}).get("files")
+    if not isinstance(files, dict) or not files:
+        return False
+    try:
+        return all((checkpoint / name).stat().st_size == size for name, size in files.items())
+    except OSError:
+        return False
 
 
 def newest_checkpoint(run: Path) -> Path | None:

@@ -188,7 +188,39 @@ def test_a_killed_worker_ends_the_launch(home: Path) -> None:
     assert not any(alive(pid) for pid in workers)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_killed_agent_leaves_no_worker_and_the_run_goes_on(home: Path) -> None:
+    """The elastic launcher starts workers in sessions of their own: nothing but the kernel tells them of its death."""
+    run = home / "runs/orphans"
+    arguments = ["launch", "ddp", "--run", str(run), "--set", "training.steps=5000", "--set", "checkpoint.every=2"]
+    with subprocess.Popen(
+        [str(BIN / "accel-parallel"), *arguments], cwd=home, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        workers = wait_for_workers(process.pid, run, 2)
+        second = launch(home, "ddp", "--run", str(run), "--set", "training.steps=5000")
+        assert second.returncode == 2
+        assert "another launch is running in" in second.stderr
+        assert all(map(alive, workers)), "the first launch is not disturbed"
+        (agent,) = {int((Path("/proc") / str(pid) / "stat").read_text().split()[3]) for pid in workers}
+        os.kill(agent, signal.SIGKILL)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "error: " in stderr
+    assert "Traceback" not in stderr
+    deadline = time.monotonic() + 5
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(alive, workers))
+    done = max(complete_checkpoints(run))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    again = launch(home, "ddp", "--run", str(run), "--set", "training.steps=5000", "--stop-at", str(done + 3))
+    assert again.returncode == 0, again.stderr
+    assert f"continues at step {done} of 5000" in again.stderr
+    assert f"{done + 3} of 5000" in again.stdout
+    assert {done + 1, done + 2, done + 3} <= set(by_step(read_lines(run / "metrics.jsonl"), "train"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_in_order(number: signal.Signals, home: Path) -> None:
     run = home / f"runs/stopped-{number.name}"
     with subprocess.Popen(
@@ -199,7 +231,7 @@ def test_a_signal_stops_in_order(number: signal.Signals, home: Path) -> None:
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else 0), stderr
-    assert "stopping after the current step with a checkpoint" in stderr
+    assert "stopping at the next report, with a checkpoint" in stderr
     (step,) = complete_checkpoints(run)
     assert step == len(losses(run)) < 5000
     assert f"{step} of 5000" in stdout

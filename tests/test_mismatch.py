@@ -186,3 +186,26 @@ def test_accelerate_still_keeps_its_type_where_the_runtime_changes_it() -> None:
         assert before == "DistributedType.MULTI_CPU", version
         assert after == "DistributedType.FSDP", version
         assert device == "cpu"
+
+
+# --- The specification and the YAML it was not regenerated to ----------------------------------------------------------
+
+
+def test_the_yaml_decides_and_what_it_overrules_is_said(toy: list[str], tmp_path: Path) -> None:
+    """Edited the specification, forgot `accel-parallel config`: the old YAML runs, and the run says so and records it."""
+    environment = {"FSDP_RESHARD_AFTER_FORWARD": "false"}
+    result = train(tmp_path / "run", "fsdp", 2, toy, environment=environment, argv=["--stop-at", "2"])
+    assert result.exit_codes == [0, 0], result.errors
+    line = (
+        "fsdp.sharding_strategy is FULL_SHARD in the specification, SHARD_GRAD_OP in the accelerate YAML, which decides"
+    )
+    assert line in result.log
+    assert result.environment["overruled"][0].startswith(line)
+    assert "sharding_strategy: SHARD_GRAD_OP" in (result.run / "spec.yaml").read_text()
+
+
+def test_precision_that_this_loop_does_not_do_is_refused(toy: list[str], tmp_path: Path) -> None:
+    result = train(tmp_path / "run", "ddp", 2, toy, environment={"ACCELERATE_MIXED_PRECISION": "fp16"})
+    assert result.exit_codes == [2, 2]
+    assert "mixed_precision fp16 in the accelerate YAML: this loop trains with no or bf16" in result.message
+    assert not result.run.exists()

@@ -45,6 +45,7 @@ def test_learns_what_one_process_learns(
     observed = result.environment["observed"]
     assert observed["parallelism"].startswith(strategy)
     assert observed["world_size"] == world_size
+    assert not result.environment["overruled"]
     if strategy == "fsdp":
         assert [name for name, kind in observed["units"].items() if kind == "TransformerBlock"] == [
             "blocks.0", "blocks.1", "blocks.2",

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "accel_parallel"
 
 # The floor of each module or folder; a module imports only from floors strictly below its own.
 FLOORS = {
-    "errors": 0, "suggest": 0, "files": 0, "metrics": 0, "shapes": 0, "hardware": 0,
+    "errors": 0, "suggest": 0, "files": 0, "arguments": 0, "metrics": 0, "shapes": 0, "hardware": 0,
     "spec": 1, "summary": 1,
     "runs": 2, "strategies": 2,
     "accelerate_yaml": 3,
@@ -27,7 +27,7 @@ FLOORS = {
     "train/__main__": 7,
 }  # fmt: skip
 STRATEGY_WORDS = re.compile(r"\b(fsdp|fsdp1|fsdp2|ddp|fullysharded\w*|distributeddataparallel)\b", re.IGNORECASE)
-HEAVY = {"torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy"}
+HEAVY = {"torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "pyarrow", "tensorboard"}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

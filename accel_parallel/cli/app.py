@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from accel_parallel import __version__
+from accel_parallel.arguments import positive
 from accel_parallel.cli.output import Output, failing
 from accel_parallel.suggest import did_you_mean
 
@@ -136,14 +137,3 @@ def _launch(verb: Parser) -> None:
     verb.add_argument("--machine-rank", type=int, metavar="N", help="this machine's number, with several")
     verb.add_argument("--dry-run", action="store_true", help="print the file and the command; start nothing")
     _json(verb)
-
-
-def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return value

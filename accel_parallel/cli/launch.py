@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_parallel.accelerate_yaml import render_file
-from accel_parallel.errors import Problem, SpecError
+from accel_parallel.errors import Problem, RunError
 from accel_parallel.files import write_atomic
 from accel_parallel.launch import LaunchPlan, check_machines, plan_launch, supervise
 from accel_parallel.metrics import read_lines
@@ -48,15 +48,16 @@ def launch_strategy(request: Request, say: Callable[[str], None]) -> Result:
     strategy = find_strategy(request.strategy)
     spec = resolve(request, strategy)
     check_machines(spec, request.machine_rank, request.run)
+    config = render_file(spec, strategy, source="spec.yaml")
     if request.dry_run:
-        return _dry_run(spec, strategy, request)
+        return _dry_run(spec, strategy, config, request)
     run = open_run(spec, strategy.name, explicit=request.run, fresh=request.fresh)
     if run.note:
         say(run.note)
     step = newest_step(run.path)
     if step >= spec.training.steps:
         return _complete(run, step)
-    write_atomic(run.path / "accelerate.yaml", render_file(spec, strategy, source="spec.yaml"))
+    _write(run.path / "accelerate.yaml", config)
     plan = plan_launch(spec, run.path, worker_arguments(request), machine_rank=request.machine_rank)
     if plan.note:
         say(plan.note)
@@ -66,7 +67,7 @@ def launch_strategy(request: Request, say: Callable[[str], None]) -> Result:
     problems = list(ended.problems)
     if ended.traceback:
         trace = run.path / "traceback.txt"
-        write_atomic(trace, ended.traceback)
+        _write(trace, ended.traceback)
         problems = [Problem(p.message, code=p.code, hint=f"traceback in {trace}") for p in problems]
     lines = [render_summary(ended.summary)] if ended.summary else []
     return Result({"run": str(run.path), "summary": ended.summary}, lines, problems, ended.exit_code)
@@ -77,11 +78,7 @@ def resolve(request: Request, strategy: Strategy) -> RunSpec:
     sets = list(request.sets)
     if request.num_processes is not None:
         sets.append(f"distributed.processes_per_machine={request.num_processes}")
-    spec = load_spec(find_spec(request.spec), strategy.overrides, sets)
-    problem = spec.batch_problem()
-    if problem:
-        raise SpecError([Problem(problem, code="spec-batch")])
-    return spec
+    return load_spec(find_spec(request.spec), strategy.overrides, sets)
 
 
 def worker_arguments(request: Request) -> list[str]:
@@ -91,12 +88,18 @@ def worker_arguments(request: Request) -> list[str]:
     return arguments
 
 
-def _dry_run(spec: RunSpec, strategy: Strategy, request: Request) -> Result:
+def _dry_run(spec: RunSpec, strategy: Strategy, config: str, request: Request) -> Result:
     run = request.run or Path("runs") / f"{strategy.name}-NNN"
     plan: LaunchPlan = plan_launch(spec, run, worker_arguments(request), machine_rank=request.machine_rank)
-    text = render_file(spec, strategy, source="spec.yaml")
-    lines = [f"# {plan.config}", text.rstrip("\n"), "", f"# {plan.note}" if plan.note else "", plan.command()]
-    return Result({"config": text, "command": plan.command()}, [line for line in lines if line is not None])
+    lines = [f"# {plan.config}", config.rstrip("\n"), "", f"# {plan.note}" if plan.note else "", plan.command()]
+    return Result({"config": config, "command": plan.command()}, [line for line in lines if line is not None])
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _complete(run: Run, step: int) -> Result:

@@ -9,15 +9,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from accel_parallel.arguments import positive
 from accel_parallel.errors import AccelParallelError, Problem, SpecError
 from accel_parallel.files import write_atomic
 from accel_parallel.spec import Destination, RunSpec, destinations, find_spec, load_spec, parse_set
 from accel_parallel.summary import render_summary
+from accel_parallel.train.agent import die_with_parent
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     status = Status(arguments.status_dir)
+    if arguments.status_dir:
+        die_with_parent()
     try:
         spec = load(arguments.spec, arguments.set)
         summary = run(spec, arguments, status)
@@ -40,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--fresh", action="store_true", help="start a new run directory")
     result.add_argument("--cpu", action="store_true", help="use CPUs even where there are accelerators")
     result.add_argument("--keep-precision", action="store_true", help="on CPU, compute in the asked precision")
-    result.add_argument("--stop-at", type=int, metavar="STEP", help="save and stop after this step")
+    result.add_argument("--stop-at", type=positive, metavar="STEP", help="save and stop after this step")
     result.add_argument("--status-dir", type=Path, help=argparse.SUPPRESS)
     return result
 

@@ -48,13 +48,17 @@ class Checkpoints:
     runtime: Runtime
     data_fingerprint: str
 
+    def path(self, state: TrainState) -> Path:
+        """Where the checkpoint of this state is, or would be."""
+        return self.run.checkpoints / f"step-{state.step:08d}"
+
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> Saved:
         """Collective. Write `checkpoints/step-<NNNNNNNN>`, then remove complete ones beyond the newest `keep`.
 
         Raises RunError when the disk does not take it; earlier checkpoints stay as they are.
         """
         begun = time.perf_counter()
-        final = self.run.checkpoints / f"step-{state.step:08d}"
+        final = self.path(state)
         partial = final.with_name(f".partial-{final.name}")
         try:
             self._write(partial, final, model, optimizer, state)
@@ -87,10 +91,12 @@ class Checkpoints:
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        newest = self.runtime.tell_all(newest_checkpoint(self.run.path))
+        found = newest_checkpoint(self.run.path)
+        # The main process's view counts: on a shared disk others may see a new directory later.
+        told: tuple[Path | None, dict[str, Any]] = (found, (read_manifest(found) if found else None) or {})
+        newest, manifest = self.runtime.tell_all(told)
         if newest is None:
             return TrainState()
-        manifest: dict[str, Any] = read_manifest(newest) or {}
         if manifest.get("format") != FORMAT:
             raise RunError(f"{newest} has format {manifest.get('format')}, this version reads {FORMAT}")
         if manifest["data"] != self.data_fingerprint:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from accel_parallel.runs import Run, complete_checkpoints
+from accel_parallel.runs import Run
 from accel_parallel.train.checkpoint import Checkpoints
 from accel_parallel.train.data import TokenData, TrainBatches, ValBatches
 from accel_parallel.train.evaluate import evaluate
@@ -41,13 +41,14 @@ def train(
     Raises TrainingError when a loss is not finite, MismatchError when what runs is not what was asked for,
     RunError when a checkpoint cannot be written or read.
     """
-    spec, accelerator, device = runtime.spec, runtime.accelerator, runtime.device
+    spec, accelerator = runtime.spec, runtime.accelerator
     batches = TrainBatches(data, spec.model.seq_len, spec.training, runtime.rank, runtime.world_size)
     held_out = ValBatches(
         data, spec.model.seq_len, spec.training, spec.logging.eval_batches, runtime.rank, runtime.world_size
     )
     fresh = TransformerLM(spec.model)
-    fresh.init_weights(spec.training.seed)
+    if runtime.fills_weights():
+        fresh.init_weights(spec.training.seed)
     model, optimizer = runtime.prepare(fresh, build_optimizer(fresh, spec.training), *batches.step(0)[0])
     checkpoints = Checkpoints(run, spec.checkpoint.keep, runtime, data.fingerprint)
     state = checkpoints.restore(model, optimizer)
@@ -60,10 +61,10 @@ def train(
         lr = set_lr(optimizer, step, spec.training)
         for tokens, labels in batches.step(state.samples):  # (B, T) each
             with accelerator.accumulate(model):
-                loss = model(tokens.to(device), labels.to(device))
+                loss = model(*runtime.to_device(tokens, labels))
                 accelerator.backward(loss)
             meter.add(loss, step)
-        meter.end_step(runtime.clip(model))
+        meter.end_step(runtime.clip(model), step)
         optimizer.step()
         optimizer.zero_grad()
         state = state.advance(spec)
@@ -80,6 +81,7 @@ def train(
             reporter.saved(state, checkpoints.save(model, optimizer, state))  # collective: every rank
         if due.evaluate or due.save:
             meter.restart_clock()
+        val_loss = val_loss if due.evaluate else None
         done = due.stop
 
     return Outcome(
@@ -88,5 +90,5 @@ def train(
         val_loss=evaluate(runtime, model, held_out) if val_loss is None else val_loss,
         held_out=held_out,
         tokens_per_sec=meter.mean_tokens_per_sec,
-        checkpoint=complete_checkpoints(run.path)[state.step],
+        checkpoint=checkpoints.path(state),
     )

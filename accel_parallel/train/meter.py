@@ -52,16 +52,21 @@ class Meter:
         first = self._micro_batches % self._runtime.spec.training.grad_accum_steps == 0
         self._loss = loss if first else self._loss + loss
         self._micro_batches += 1
-        self._bad_step = torch.where(torch.isfinite(loss), self._bad_step, self._bad_step.clamp(max=step))
+        self._judge(loss, step)
 
-    def end_step(self, grad_norm: Tensor) -> None:
+    def end_step(self, grad_norm: Tensor, step: int) -> None:
+        """Take the gradient norm, a scalar, of optimizer step `step`."""
         self._grad_norm = grad_norm.detach().float()
+        self._judge(self._grad_norm, step)
         self._steps += 1
+
+    def _judge(self, value: Tensor, step: int) -> None:
+        self._bad_step = torch.where(torch.isfinite(value), self._bad_step, self._bad_step.clamp(max=step))
 
     def read(self, stop: bool) -> Reading:
         """Collective, and the only wait for the device. Numbers of the latest step, averaged over the processes.
 
-        Raises TrainingError on every process when a loss was not finite on any, with the first step and its rank.
+        Raises TrainingError on every process when a loss or gradient was not finite on any, with its step and rank.
         """
         spec = self._runtime.spec
         mean_loss = self._loss.double() / spec.training.grad_accum_steps
@@ -71,7 +76,8 @@ class Meter:
         steps, seconds = self._steps, time.perf_counter() - self._started
         bad_step, bad_rank = min((row[2], rank) for rank, row in enumerate(rows))
         if math.isfinite(bad_step):
-            raise TrainingError(f"the loss is not finite at step {int(bad_step)} on rank {bad_rank}")
+            message = f"the loss or its gradient is not finite at step {int(bad_step)} on rank {bad_rank}"
+            raise TrainingError(message, step=int(bad_step))
         self._windows.append((steps, seconds))
         self.restart_clock()
         tokens_per_sec = steps * spec.tokens_per_step / seconds

@@ -44,7 +44,7 @@ class Reporter:
 
     def __enter__(self) -> Self:
         if self._active:
-            self._file = self._run.metrics.open("a", encoding="utf-8", buffering=1)
+            self._file = self._open()
             console = Console(stderr=True)
             if console.is_terminal:
                 self._bar = Progress(
@@ -58,6 +58,16 @@ class Reporter:
                 self._task = self._bar.add_task("", total=self._total, numbers="")
                 self._bar.start()
         return self
+
+    def _open(self) -> TextIO:
+        """The lines of the run, to be appended to; a line that a kill cut off is ended first."""
+        try:
+            file = self._run.metrics.open("a+", encoding="utf-8", buffering=1)
+            torn = file.tell() and not self._run.metrics.read_bytes().endswith(b"\n")
+            file.write("\n" if torn else "")
+        except OSError as error:
+            raise RunError(f"cannot write {self._run.metrics}: {error.strerror}") from None
+        return file
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
@@ -118,9 +128,9 @@ class Reporter:
     def saved(self, state: TrainState, save: Saved) -> None:
         self.line("save", {"step": state.step, "path": save.path.name, "seconds": save.seconds, "bytes": save.bytes})
 
-    def losses(self) -> tuple[float | None, float | None]:
-        """The first and the last train loss of the whole run, earlier launches included."""
-        rows = list(by_step(read_lines(self._run.metrics), "train").values())
+    def losses(self, step: int) -> tuple[float | None, float | None]:
+        """The first and the last train loss up to `step`, earlier launches included."""
+        rows = [row for at, row in by_step(read_lines(self._run.metrics), "train").items() if at <= step]
         return (rows[0]["loss"], rows[-1]["loss"]) if rows else (None, None)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from accel_parallel.errors import AccelParallelError, RunError, TrainingError
 from accel_parallel.files import write_atomic
 from accel_parallel.metrics import to_line
-from accel_parallel.runs import Run, newest_checkpoint, open_run
+from accel_parallel.runs import Run, complete_checkpoints, open_run
 from accel_parallel.spec import RunSpec
 from accel_parallel.train.checkpoint import VERSIONS
 from accel_parallel.train.data import TokenData, prepare
@@ -36,7 +36,6 @@ class Options:
     force_cpu: bool = False
     keep_precision: bool = False
     stop_at: int | None = None
-    stop_flag: Path | None = None
 
 
 def run_session(spec: RunSpec, options: Options, stop: StopRequest) -> dict[str, Any] | None:
@@ -47,8 +46,8 @@ def run_session(spec: RunSpec, options: Options, stop: StopRequest) -> dict[str,
     data = prepare(spec.data, spec.model.vocab_size, leader=local_rank() == 0, say=heard)
     runtime = Runtime.start(spec, force_cpu=options.force_cpu, keep_precision=options.keep_precision)
     same_data(runtime, data)
-    for item in runtime.substitutions:
-        say(f"on CPU: {item}")
+    for line in (*runtime.overruled, *(f"on CPU: {item}" for item in runtime.substitutions)):
+        say(line)
     run = agree_on_run(runtime, options)
     if run.note:
         say(run.note)
@@ -56,12 +55,17 @@ def run_session(spec: RunSpec, options: Options, stop: StopRequest) -> dict[str,
         try:
             outcome = train(runtime, data, run, reporter, stop, stop_at=options.stop_at)
         except TrainingError as error:
-            good = newest_checkpoint(run.path)
-            where = f"last good checkpoint: {good}" if good else "no checkpoint was written yet"
-            raise TrainingError(error.message, hint=f"{where}; lower training.lr or look at the data") from None
+            raise TrainingError(error.message, hint=way_back(error, run)) from None
         summary = summarize(runtime, data, run, outcome, reporter)
     runtime.end()
     return summary if runtime.is_main else None
+
+
+def way_back(error: TrainingError, run: Run) -> str:
+    """The newest checkpoint whose weights are known to work: a whole step was computed from them without trouble."""
+    good = [path for step, path in complete_checkpoints(run.path).items() if error.step and step < error.step - 1]
+    where = f"last good checkpoint: {good[-1]}" if good else "no good checkpoint was written yet"
+    return f"{where}; lower training.lr or look at the data"
 
 
 def same_data(runtime: Runtime, data: TokenData) -> None:
@@ -81,12 +85,31 @@ def agree_on_run(runtime: Runtime, options: Options) -> Run:
     try:
         name = runtime.asked.strategy_name
         answer = open_run(runtime.spec, name, explicit=options.run, fresh=options.fresh) if runtime.is_main else _NOBODY
+        if runtime.is_main:
+            lock(answer)
     except AccelParallelError as error:
         answer = error
     answer = runtime.tell_all(answer)
     if isinstance(answer, AccelParallelError):
         raise answer
     return answer
+
+
+def lock(run: Run) -> None:
+    """Keep every other launch out of the directory until this process ends. Raises RunError if one is in it."""
+    from filelock import FileLock, Timeout
+
+    try:
+        _HELD.append(FileLock(run.path / ".lock"))
+        _HELD[-1].acquire(timeout=0)
+    except Timeout:
+        hint = "wait for it, or start another with --fresh"
+        raise RunError(f"another launch is running in {run.path}", hint=hint) from None
+    except OSError as error:
+        raise RunError(f"cannot write to {run.path}: {error.strerror}") from None
+
+
+_HELD: list[Any] = []
 
 
 _NOBODY = Run(Path(), continues=False)
@@ -136,7 +159,7 @@ def summarize(runtime: Runtime, data: TokenData, run: Run, outcome: Outcome, rep
     peaks = runtime.gather_objects(peak_memory_gib(runtime.device))
     if not runtime.is_main:
         return {}
-    first_loss, last_loss = reporter.losses()
+    first_loss, last_loss = reporter.losses(outcome.state.step)
     summary = {
         "run": str(run.path),
         "strategy": runtime.asked.strategy_name,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
 from accel_parallel.errors import Problem, SpecError
 from accel_parallel.hardware import ACCELERATORS
@@ -16,21 +16,56 @@ from accel_parallel.train.runtime.asked import Asked, Parallelism
 
 
 def adapt_spec(spec: RunSpec, asked: Asked) -> RunSpec:
-    """The specification with the world and precision of the launch. Raises SpecError if the batch does not divide."""
-    spec = spec.with_world(asked.num_machines, asked.local_world_size)
-    if asked.mixed_precision in ("no", "bf16"):
-        distributed = spec.distributed.model_copy(update={"mixed_precision": asked.mixed_precision})
-        spec = spec.model_copy(update={"distributed": distributed})
-    problem = spec.batch_problem()
-    if problem:
-        raise SpecError([Problem(problem, code="spec-batch")])
+    """The specification with what the launch really asked for: its world, precision and sharding. The YAML decides.
+
+    Raises SpecError if the batch does not divide, or if the launch asks for what this loop does not do.
+    """
+    if asked.mixed_precision not in ("no", "bf16"):
+        message = f"mixed_precision {asked.mixed_precision} in the accelerate YAML: this loop trains with no or bf16"
+        raise SpecError([Problem(message, code="spec-precision")])
     if asked.activation_checkpointing and spec.model.activation_checkpointing != "none":
         message = (
             "activation checkpointing is asked for twice: model.activation_checkpointing "
             f"{spec.model.activation_checkpointing} and fsdp_activation_checkpointing in the YAML; keep one"
         )
         raise SpecError([Problem(message, code="spec-checkpointing")])
+    changes: dict[str, Any] = {
+        "distributed": spec.distributed.model_copy(
+            update={
+                "num_machines": asked.num_machines,
+                "processes_per_machine": asked.local_world_size,
+                "mixed_precision": asked.mixed_precision,
+            }
+        )
+    }
+    if asked.fsdp:
+        changes["fsdp"] = spec.fsdp.model_copy(update=asked_sharding(asked))
+    spec = spec.model_copy(update=changes)
+    problem = spec.batch_problem()
+    if problem:
+        raise SpecError([Problem(problem, code="spec-batch")])
     return spec
+
+
+def asked_sharding(asked: Asked) -> dict[str, Any]:
+    """The keys of the specification's fsdp section that the launch's environment decides."""
+    return {
+        "version": 2 if asked.parallelism is Parallelism.FSDP2 else 1,
+        "sharding_strategy": asked.sharding_strategy,
+        "cpu_offload": asked.cpu_offload,
+    }
+
+
+def overruled(spec: RunSpec, asked: Asked) -> list[str]:
+    """One line for each key of the specification that the accelerate YAML overrules: it was edited, or the YAML was."""
+    if not asked.fsdp:
+        return []
+    return [
+        f"fsdp.{key} is {getattr(spec.fsdp, key)} in the specification, {value} in the accelerate YAML, which decides; "
+        "`accel-parallel config` brings it up to date"
+        for key, value in asked_sharding(asked).items()
+        if getattr(spec.fsdp, key) != value
+    ]
 
 
 def model_flops_utilisation(spec: RunSpec, tokens_per_sec: float, num_processes: int) -> float:
@@ -73,8 +108,9 @@ def fsdp_plugin(asked: Asked, *, on_cpu: bool) -> FullyShardedDataParallelPlugin
             if asked.parallelism is Parallelism.FSDP2
             else MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         )
-    if on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    if on_cpu and asked.cpu_offload:
+        version2 = asked.parallelism is Parallelism.FSDP2
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False) if version2 else CPUOffload(offload_params=False)
     return plugin
 
 
@@ -84,6 +120,7 @@ def process_group_options(spec: RunSpec, asked: Asked, *, device_type: str) -> d
         return {}
     options: dict[str, Any] = {"timeout": timedelta(minutes=spec.distributed.timeout_minutes)}
     if device_type == "cuda":
-        # gloo beside NCCL: checkpoints of offloaded shards and asynchronous saves use CPU tensors.
-        options["backend"] = "gloo" if spec.distributed.backend == "gloo" else "cuda:nccl,cpu:gloo"
+        # auto has gloo beside NCCL: checkpoints of offloaded shards and asynchronous saves use CPU tensors.
+        backends = {"auto": "cuda:nccl,cpu:gloo", "nccl": "nccl", "gloo": "gloo"}
+        options["backend"] = backends[spec.distributed.backend]
     return options

@@ -36,7 +36,7 @@ def substitutions(
 ) -> list[Substitution]:
     """Everything this launch gets differently because it runs on CPUs. Call before `prepare_environment`."""
     found = [Substitution("device", "accelerator", "cpu", "no accelerator is used")]
-    if backend == "nccl":
+    if backend != "gloo" and asked.world_size > 1:
         found.append(Substitution("distributed.backend", "nccl", "gloo", "NCCL needs GPUs"))
     if asked.mixed_precision != "no" and not keep_precision:
         reason = "16-bit products are emulated on CPUs without bf16 units; --keep-precision keeps it"
@@ -48,6 +48,9 @@ def substitutions(
                 found.append(Substitution(key, "true", "false", reason))
     if asked.cpu_offload and asked.parallelism is Parallelism.FSDP2:
         found.append(Substitution("fsdp_offload_params", "pinned", "unpinned", "pinned memory needs a device"))
+    if asked.cpu_offload and asked.parallelism is Parallelism.FSDP1:
+        reason = "version 1 offloads from a device; everything is in host memory anyway"
+        found.append(Substitution("fsdp_offload_params", "true", "false", reason))
     return found
 
 
@@ -79,7 +82,7 @@ def use_all_cores(local_world_size: int, env: MutableMapping[str, str] = os.envi
 
     Accelerate's launcher exports OMP_NUM_THREADS=1 when nobody set it; a larger number is somebody's wish.
     """
-    if int(env.get("OMP_NUM_THREADS", "1")) > 1:
+    if env.get("OMP_NUM_THREADS", "1").strip() not in ("", "0", "1"):
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // local_world_size))

@@ -35,6 +35,7 @@ class Runtime:
     asked: Asked
     spec: RunSpec
     substitutions: list[cpu.Substitution]
+    overruled: list[str]
     observed: Observed | None = field(default=None, init=False)
 
     @classmethod
@@ -45,23 +46,26 @@ class Runtime:
         Raises LaunchError with fewer accelerators than processes, SpecError if the batch does not divide.
         """
         asked = Asked.from_environment(os.environ)
+        overruled = arguments.overruled(spec, asked)
         spec = arguments.adapt_spec(spec, asked)
-        on_cpu = force_cpu or torch.accelerator.device_count() == 0
+        on_cpu = force_cpu or _accelerators() == 0
         changed: list[cpu.Substitution] = []
         if on_cpu:
             changed = cpu.substitutions(asked, spec.distributed.backend, keep_precision)
             cpu.prepare_environment(asked, keep_precision)
             cpu.use_all_cores(asked.local_world_size)
-        elif asked.local_world_size > torch.accelerator.device_count():
+        elif asked.local_world_size > _accelerators():
             raise LaunchError(
-                f"{asked.local_world_size} processes on this machine, {torch.accelerator.device_count()} accelerators",
+                f"{asked.local_world_size} processes on this machine, accelerators: {_accelerators()}",
                 hint="lower distributed.processes_per_machine (or --num-processes), or run on CPU with --cpu",
             )
         if spec.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         _join(spec, asked, on_cpu)
-        runtime = cls(Accelerator(**arguments.accelerator_arguments(spec, asked, on_cpu=on_cpu)), asked, spec, changed)
+        runtime = cls(
+            Accelerator(**arguments.accelerator_arguments(spec, asked, on_cpu=on_cpu)), asked, spec, changed, overruled
+        )
         _NEVER_FREED.append(runtime)
         return runtime
 
@@ -93,7 +97,7 @@ class Runtime:
         original = Original.of(model)
         model, optimizer = self.accelerator.prepare(model, optimizer)
         with watch(model) as step:
-            loss = model(tokens.to(self.device), labels.to(self.device))
+            loss = model(*self.to_device(tokens, labels))
             self.accelerator.backward(loss)
         optimizer.zero_grad()
         self.observed = observe(model, original, step, self.world_size, self.asked.shard_size)
@@ -105,7 +109,20 @@ class Runtime:
         limit = self.spec.training.max_grad_norm
         norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf") if limit is None else limit)
         # Version 2 returns a sharded scalar, of which each process holds only its part.
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        # Of offloaded gradients it is computed on the CPU.
+        return norm.to(self.device)
+
+    def to_device(self, *tensors: Tensor) -> list[Tensor]:
+        """Tensors of host memory on this process's device, without waiting for it."""
+        if self.device.type != "cuda":
+            return [tensor.to(self.device) for tensor in tensors]
+        return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
+
+    def fills_weights(self) -> bool:
+        """Whether this process has to hold the initial weights, or receives them while the model is prepared."""
+        received = self.asked.fsdp and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true"
+        return self.is_main or not received
 
     def gather(self, values: Tensor) -> Tensor:
         """Collective. (K,) on each process -> (world_size, K) on every process."""
@@ -154,6 +171,12 @@ def _join(spec: RunSpec, asked: Asked, on_cpu: bool) -> None:
         cpu.promote_to_fsdp()
 
 
+def _accelerators() -> int:
+    """Accelerators of this machine that can be trained on; Apple's has no float64 and no collectives."""
+    current = torch.accelerator.current_accelerator()
+    return 0 if current is None or current.type == "mps" else torch.accelerator.device_count()
+
+
 def local_rank() -> int:
     """This process's number on its machine, before any process group exists."""
     return int(os.environ.get("LOCAL_RANK", "0"))
@@ -164,6 +187,7 @@ def describe(run: Runtime) -> dict[str, Any]:
     observed = run.observed
     return {
         "asked": {name: getattr(run.asked, name) for name in Asked.__slots__},
+        "overruled": run.overruled,
         "substitutions": [item.to_dict() for item in run.substitutions],
         "observed": None
         if observed is None
