@@ -188,11 +188,11 @@ def test_accelerate_still_keeps_its_type_where_the_runtime_changes_it() -> None:
         assert device == "cpu"
 
 
-# --- The specification and the YAML it was not regenerated to ----------------------------------------------------------
+# --- A specification and a YAML that was not brought up to date -----------------------------------------------------
 
 
 def test_the_yaml_decides_and_what_it_overrules_is_said(toy: list[str], tmp_path: Path) -> None:
-    """Edited the specification, forgot `accel-parallel config`: the old YAML runs, and the run says so and records it."""
+    """Edited the specification, forgot `accel-parallel config`: the old YAML runs; the run says and records it."""
     environment = {"FSDP_RESHARD_AFTER_FORWARD": "false"}
     result = train(tmp_path / "run", "fsdp", 2, toy, environment=environment, argv=["--stop-at", "2"])
     assert result.exit_codes == [0, 0], result.errors
