@@ -57,6 +57,13 @@ class AccelParallelError(Exception):
         return [Problem(self.message, code=self.code, hint=self.hint)]
 
 
+def of_the_system(error: OSError) -> AccelParallelError:
+    """What the operating system refused, as one line: for files that no better message is known for."""
+    what = f"{error.filename}: " if error.filename else ""
+    text = str(what)
+    return AccelParallelError(f"{text[:200]}{error.strerror or error}")
+
+
 class SpecError(AccelParallelError):
     """The specification is wrong; `problems` lists everything that is, not only the first."""
 

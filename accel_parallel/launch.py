@@ -6,13 +6,14 @@ and one exit code.
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,13 +85,25 @@ class Ended:
     traceback: str | None = None
 
 
+# What launchers export to workers. Left over in a shell, it would decide instead of the YAML.
+_TRACES = re.compile(
+    r"(FSDP|PARALLELISM_CONFIG|TORCHELASTIC|ACCELERATE_USE|ACCELERATE_DYNAMO)_.*|ACCELERATE_MIXED_PRECISION"
+    r"|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
+)
+
+
+def launcher_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The shell's environment without the traces of other launches."""
+    return {key: value for key, value in env.items() if not _TRACES.fullmatch(key)}
+
+
 def supervise(plan: LaunchPlan) -> Ended:
     """Run it to its end. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C stop training in order, a second Ctrl-C at once."""
     with tempfile.TemporaryDirectory(prefix="accel-parallel-") as name, _Signals(Path(name) / "stop") as signals:
         status = Path(name)
         command = [sys.executable, "-m", "accel_parallel.train.agent", name, *plan.arguments, "--status-dir", name]
         # A session of its own: the terminal's Ctrl-C reaches this process only, which passes it on as a request.
-        child = subprocess.Popen(command, start_new_session=True)
+        child = subprocess.Popen(command, start_new_session=True, env=launcher_environment(os.environ))
         while child.poll() is None and not signals.at_once:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=0.2)
@@ -158,7 +171,8 @@ def _ended(status: Path, returncode: int, signals: _Signals) -> Ended:
         return Ended(first["exit_code"], summary, problems, first["traceback"])
     problems = [Problem(_worker_end(failure), code="worker") for failure in (killed or agent.get("failures", []))[:1]]
     if not problems:
-        message = agent.get("message") or f"the launcher ended with exit code {returncode} and no result"
+        end = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
+        message = agent.get("message") or f"the launcher ended without a result: {end}"
         problems = [Problem(message, code="launcher")]
     return Ended(1, summary, problems)
 

@@ -6,10 +6,9 @@ Units: GiB is 2**30 bytes; tokens and FLOPs are plain counts.
 import json
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-GIB = 2**30
 
 
 def to_line(kind: str, values: Mapping[str, Any]) -> str:
@@ -22,21 +21,21 @@ def _finite(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a `metrics.jsonl`, without a last line that was cut off by a kill."""
+    """The objects in a `metrics.jsonl`, without what a kill cut off or somebody else wrote."""
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and "kind" in row:
+                rows.append(row)
     return rows
 
 
 def by_step(rows: Iterable[Mapping[str, Any]], kind: str) -> dict[int, Mapping[str, Any]]:
     """The lines of one kind by step in rising order; after a replay the last line of a step wins."""
-    latest = {int(row["step"]): row for row in rows if row["kind"] == kind}
+    latest = {row["step"]: row for row in rows if row["kind"] == kind and isinstance(row.get("step"), int)}
     return dict(sorted(latest.items()))
 
 

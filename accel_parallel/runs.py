@@ -128,9 +128,19 @@ def complete_checkpoints(run: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def damaged_checkpoints(run: Path) -> list[Path]:
+    """Directories that look like checkpoints newer than the newest complete one, and are not complete."""
+    newest = next(reversed(complete_checkpoints(run)), -1)
+    found = {
+        int(match[1]): path for path in (run / "checkpoints").glob("step-*") if (match := _STEP.fullmatch(path.name))
+    }
+    return [path for step, path in sorted(found.items()) if step > newest and step not in complete]
+
+
 def _is_complete(checkpoint: Path) -> bool:
-    files = (read_manifest(checkpoint) or {}).get("files")
-    if not isinstance(files, dict) or not files:
+    manifest = read_manifest(checkpoint) or {}
+    files, state = manifest.get("files"), manifest.get("state")
+    if not isinstance(files, dict) or not files or not isinstance(state, dict) or "data" not in manifest:
         return False
     try:
         return all((checkpoint / name).stat().st_size == size for name, size in files.items())

@@ -95,12 +95,25 @@ def test_two_launches_at_once_get_a_directory_each() -> None:
     assert len(set(taken)) == 8
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "{}", '"step"', "\x00", '{"files": {"shard": 3}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        "{}",
+        '"step"',
+        "\x00",
+        '{"files": {"shard": 3}}',
+        '{"files": {"shard": 3}, "state": {}, "data": ""}',
+    ],
+)
 def test_a_checkpoint_without_a_readable_manifest_is_not_complete(text: str) -> None:
     run = open_run(SPEC, "fsdp").path
     for step in (5, 10):
         (run / f"checkpoints/step-{step:08d}").mkdir(parents=True)
-    (run / "checkpoints/step-00000005/manifest.json").write_text('{"files": {"shard": 3}}')
+    good = {"format": 1, "files": {"shard": 3}, "state": {"step": 5}, "data": "fingerprint"}
+    (run / "checkpoints/step-00000005/manifest.json").write_text(json.dumps(good))
     (run / "checkpoints/step-00000005/shard").write_text("abc")
     (run / "checkpoints/step-00000010/manifest.json").write_text(text)
     (run / "checkpoints/.partial-step-00000015").mkdir()

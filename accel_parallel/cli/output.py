@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from accel_parallel.errors import AccelParallelError, Problem
+from accel_parallel.errors import AccelParallelError, Problem, of_the_system
 
 SCHEMA = 1
 
@@ -52,6 +52,8 @@ def failing(command: str, as_json: bool) -> Iterator[Output]:
         yield output
     except AccelParallelError as error:
         output.finish(None, [], error.problems, error.exit_code)
+    except OSError as error:
+        output.finish(None, [], of_the_system(error).problems, 2)
     except KeyboardInterrupt:
         output.finish(None, [], [Problem("interrupted", code="interrupted")], 130)
 
@@ -59,6 +61,9 @@ def failing(command: str, as_json: bool) -> Iterator[Output]:
 def _print(text: str) -> None:
     try:
         print(text, flush=True)  # noqa: T201
-    except BrokenPipeError:
-        # Nobody reads any more; keep the interpreter from saying so again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        # Keep the interpreter from saying so again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):
+            sys.stderr.write(f"error: cannot write to the standard output: {error.strerror}\n")
+            sys.exit(2)

@@ -81,7 +81,8 @@ def parse_count(value: Any) -> Any:
     return int(number)
 
 
-def _refuse_bool(value: Any) -> Any:
+def refuse_bool(value: Any) -> Any:
+    """True and false are numbers to Python, and never what somebody meant."""
     if isinstance(value, bool):
         raise ValueError("should be a number, not true or false")
     return value
@@ -92,9 +93,10 @@ def _yaml_no(value: Any) -> Any:
     return "no" if value is False else value
 
 
-Number = Annotated[int, BeforeValidator(parse_count)]
+Number = Annotated[int, BeforeValidator(parse_count), Field(le=2**63 - 1)]
 Count = Annotated[Number, Field(ge=1)]
+Dimension = Annotated[Number, Field(ge=1, le=10**7)]
 NonNegative = Annotated[Number, Field(ge=0)]
-Real = Annotated[float, BeforeValidator(_refuse_bool)]
+Real = Annotated[float, BeforeValidator(refuse_bool)]
 Flag = StrictBool
 NoIsAWord = BeforeValidator(_yaml_no)

@@ -81,7 +81,13 @@ def parse_set(entry: str) -> tuple[str, Any, Problem | None]:
         return key, None, Problem(message, path=f"--set {shorten(entry)}")
     try:
         return key, _parse(text)[0], None
-    except (yaml.YAMLError, RecursionError, ValueError):
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+        AttributeError,
+        LookupError,
+    ):  # the last two: !!tag without value
         return key, None, Problem(f"{shorten(text)!r} is not a YAML value", path=f"--set {key}")
 
 
@@ -102,7 +108,7 @@ def read_tree(path: Path) -> tuple[Tree, Places, list[Problem]]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
         raise _refused(path, f"is not valid YAML: {error.problem}", line) from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, AttributeError, LookupError) as error:
         raise _refused(path, f"is not valid YAML: {shorten(str(error).partition(chr(10))[0], 200)}") from None
     if tree is None:
         return {}, {}, []

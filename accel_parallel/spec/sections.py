@@ -2,12 +2,13 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from accel_parallel.hardware import ACCELERATORS
 from accel_parallel.shapes import ModelShape
 from accel_parallel.spec.fields import (
     Count,
+    Dimension,
     Flag,
     NoIsAWord,
     NonNegative,
@@ -16,6 +17,7 @@ from accel_parallel.spec.fields import (
     Section,
     carried_by_yaml,
     passed_to_accelerator,
+    refuse_bool,
 )
 from accel_parallel.spec.presets import PRESETS
 from accel_parallel.suggest import did_you_mean
@@ -57,7 +59,7 @@ ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SH
 class Fsdp(Section):
     """What FullyShardedDataParallel is told."""
 
-    version: Annotated[Literal[1, 2], carried_by_yaml()] = 2
+    version: Annotated[Literal[1, 2], BeforeValidator(refuse_bool), carried_by_yaml()] = 2
     """2 is torch's fully_shard, 1 the older FullyShardedDataParallel class."""
     sharding_strategy: Annotated[ShardingStrategy, carried_by_yaml()] = "FULL_SHARD"
     """FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or (version 1) NO_SHARD."""
@@ -98,19 +100,19 @@ class Model(Section):
 
     preset: str | None = "tiny"
     """A named shape: tiny, 124m, 1b or llama3_8b. The keys below, where given, win over it."""
-    vocab_size: Count
+    vocab_size: Dimension
     """Rows of the embedding; the tokenizer trained on your text gets this many tokens."""
-    num_layers: Count
+    num_layers: Dimension
     """Transformer blocks."""
-    num_heads: Count
+    num_heads: Dimension
     """Query heads; hidden_dim must be a multiple."""
-    num_kv_heads: Count
+    num_kv_heads: Dimension
     """Key and value heads; num_heads must be a multiple."""
-    hidden_dim: Count
+    hidden_dim: Dimension
     """Width of the residual stream."""
-    ffn_dim: Count
+    ffn_dim: Dimension
     """Width of the SwiGLU feed-forward layer."""
-    seq_len: Count
+    seq_len: Dimension
     """Tokens in a training sequence."""
     rope_theta: Annotated[Real, Field(gt=0)] = 10_000.0
     """Base of the rotary position embedding."""

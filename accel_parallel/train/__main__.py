@@ -6,11 +6,13 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from accel_parallel.arguments import positive
-from accel_parallel.errors import AccelParallelError, Problem, SpecError
+from accel_parallel.errors import AccelParallelError, LaunchError, Problem, SpecError, of_the_system
 from accel_parallel.files import write_atomic
 from accel_parallel.spec import Destination, RunSpec, destinations, find_spec, load_spec, parse_set
 from accel_parallel.summary import render_summary
@@ -23,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.status_dir:
         die_with_parent()
     try:
+        check_environment(os.environ)
         spec = load(arguments.spec, arguments.set)
         summary = run(spec, arguments, status)
     except AccelParallelError as error:
@@ -30,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if isinstance(error, OSError) and error.filename:
+            return status.failed(2, of_the_system(error).problems)
         return status.crashed(error)
     if summary is not None:
         status.finished(summary)
@@ -47,6 +52,13 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--stop-at", type=positive, metavar="STEP", help="save and stop after this step")
     result.add_argument("--status-dir", type=Path, help=argparse.SUPPRESS)
     return result
+
+
+def check_environment(env: Mapping[str, str]) -> None:
+    """Raises LaunchError if a variable that a launcher sets is not a number."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        if not env.get(name, "0").isdigit():
+            raise LaunchError(f"the environment variable {name} is {env[name]!r}, not a number", hint=f"unset {name}")
 
 
 def load(path: Path | None, sets: list[str]) -> RunSpec:
@@ -88,7 +100,8 @@ class Status:
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._rank = int(os.environ.get("RANK", "0"))
+        rank = os.environ.get("RANK", "0")
+        self._rank = int(rank) if rank.isdigit() else 0
 
     @property
     def stop_flag(self) -> Path | None:
@@ -132,7 +145,8 @@ class Status:
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the launcher was started with it closed
+        with suppress(OSError):
+            stream.flush()
     # Not sys.exit: see the runtime's _NEVER_FREED.
     os._exit(code)

@@ -6,6 +6,7 @@ A checkpoint is written into a hidden directory and renamed when all of it is on
 import errno
 import json
 import os
+import secrets
 import shutil
 import time
 import warnings
@@ -105,7 +106,10 @@ class Checkpoints:
                 hint="--fresh starts a new run",
             )
         weights, moments = get_state_dict(model, unwrap(optimizer))
-        with self._as_one(f"cannot load {newest}"), _quiet():
+        with (
+            self._as_one(f"cannot load {newest}", hint=f"move {newest.name} away to go on from the one before"),
+            _quiet(),
+        ):
             load({"model": weights, "optimizer": moments}, checkpoint_id=newest, no_dist=self._alone)
         set_state_dict(model, unwrap(optimizer), model_state_dict=weights, optim_state_dict=moments)
         return TrainState(**manifest["state"])
@@ -114,8 +118,8 @@ class Checkpoints:
     def _alone(self) -> bool:
         return self.runtime.world_size == 1
 
-    def _as_one(self, doing: str) -> "_Together":
-        return _Together(self.runtime, doing)
+    def _as_one(self, doing: str, hint: str = "earlier checkpoints are as they were") -> "_Together":
+        return _Together(self.runtime, doing, hint)
 
     def _publish(self, partial: Path, final: Path, state: TrainState) -> None:
         files = sorted(path for path in partial.iterdir() if path.is_file())
@@ -136,7 +140,8 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())
         if final.exists():
-            shutil.rmtree(final)
+            # Not a complete one, or training would have gone on from it: somebody may want to look at it.
+            final.rename(final.with_name(f".damaged-{final.name}-{secrets.token_hex(4)}"))
         partial.rename(final)
         fsync(final.parent)
         for path in list(complete_checkpoints(self.run.path).values())[: -self.keep]:
@@ -154,9 +159,10 @@ def _quiet() -> Iterator[None]:
 class _Together:
     """Something each process does and that may fail on some: then all raise, and none waits for the others."""
 
-    def __init__(self, runtime: Runtime, doing: str) -> None:
+    def __init__(self, runtime: Runtime, doing: str, hint: str) -> None:
         self.runtime = runtime
         self.doing = doing
+        self.hint = hint
 
     def __enter__(self) -> None:
         return None
@@ -169,9 +175,7 @@ class _Together:
         failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason is not None]
         if failed:
             rank, reason = failed[0]
-            raise RunError(
-                f"{self.doing}: {reason} (rank {rank})", hint="earlier checkpoints are as they were"
-            ) from error
+            raise RunError(f"{self.doing}: {reason} (rank {rank})", hint=self.hint) from error
 
 
 def _reason(error: BaseException) -> str:

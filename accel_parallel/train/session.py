@@ -10,7 +10,7 @@ from typing import Any
 from accel_parallel.errors import AccelParallelError, RunError, TrainingError
 from accel_parallel.files import write_atomic
 from accel_parallel.metrics import to_line
-from accel_parallel.runs import Run, complete_checkpoints, open_run
+from accel_parallel.runs import Run, complete_checkpoints, damaged_checkpoints, open_run
 from accel_parallel.spec import RunSpec
 from accel_parallel.train.checkpoint import VERSIONS
 from accel_parallel.train.data import TokenData, prepare
@@ -51,6 +51,8 @@ def run_session(spec: RunSpec, options: Options, stop: StopRequest) -> dict[str,
     run = agree_on_run(runtime, options)
     if run.note:
         say(run.note)
+    for path in damaged_checkpoints(run.path):
+        say(f"{path} is not complete and is not used: files are missing, cut off, or not in its manifest")
     with tracking(runtime, data, run) as reporter:
         try:
             outcome = train(runtime, data, run, reporter, stop, stop_at=options.stop_at)

@@ -24,7 +24,10 @@ HEARTBEAT_SECONDS = 10.0
 def cache_root() -> Path:
     """`$ACCEL_PARALLEL_CACHE`, else `$XDG_CACHE_HOME/accel_parallel`, else `~/.cache/accel_parallel`."""
     if named := os.environ.get(VARIABLE):
-        return Path(named).expanduser().absolute()
+        try:
+            return Path(named).expanduser().absolute()
+        except RuntimeError:
+            raise DataError(f"${VARIABLE} is {named!r}: there is no such user", hint="give a path") from None
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache").absolute() / "accel_parallel"
 

@@ -146,8 +146,10 @@ def _is_unit(module: nn.Module) -> bool:
 
 def _is_sharded_now(unit: nn.Module) -> bool:
     if isinstance(unit, FullyShardedDataParallel):
-        handle = unit._handle
-        return handle is None or handle.is_sharded(handle.flat_param)
+        # After the forward pass the flat parameter shows its shard either way; what tells is whether the memory of
+        # the gathered one was given back.
+        full = getattr(unit._flat_param, "_full_param_padded", None)
+        return full is None or full.untyped_storage().size() == 0
     return all(isinstance(parameter, DTensor) for parameter in unit.parameters())
 
 
