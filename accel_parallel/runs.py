@@ -131,10 +131,8 @@ def complete_checkpoints(run: Path) -> dict[int, Path]:
 def damaged_checkpoints(run: Path) -> list[Path]:
     """Directories that look like checkpoints newer than the newest complete one, and are not complete."""
     newest = next(reversed(complete_checkpoints(run)), -1)
-    found = {
-        int(match[1]): path for path in (run / "checkpoints").glob("step-*") if (match := _STEP.fullmatch(path.name))
-    }
-    return [path for step, path in sorted(found.items()) if step > newest and step not in complete]
+    steps = ((path, _STEP.fullmatch(path.name)) for path in sorted((run / "checkpoints").glob("step-*")))
+    return [path for path, match in steps if match and int(match[1]) > newest]
 
 
 def _is_complete(checkpoint: Path) -> bool:

@@ -59,6 +59,15 @@ def apply(name: str) -> None:
             return out * float("nan") if calls["left"] == 0 and os.environ["RANK"] == rank else out
 
         TransformerLM.forward = forward  # type: ignore[method-assign]
+    if name.startswith("gradient not finite at step"):
+        original_clip, clips = process.Runtime.clip, {"left": int(name.split()[-1])}
+
+        def clip(self: Any, model: Any) -> Any:
+            clips["left"] -= 1
+            norm = original_clip(self, model)
+            return norm * float("inf") if clips["left"] == 0 else norm
+
+        process.Runtime.clip = clip  # type: ignore[method-assign]
     if name == "other tokens on rank 1":
         from accel_parallel.train.data import TokenData
 

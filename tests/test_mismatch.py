@@ -32,8 +32,10 @@ def test_fsdp_asked_and_ddp_running(toy: list[str], tmp_path: Path) -> None:
 
 
 def test_processes_that_do_not_know_each_other(toy: list[str], tmp_path: Path) -> None:
-    message = refused(sabotaged(tmp_path, toy, "no process group", "ddp"))
-    assert "asked for 2 processes, got 1" in message
+    result = sabotaged(tmp_path, toy, "no process group", "ddp")
+    assert result.exit_codes == [1, 1]
+    assert "asked for 2 processes, got 1" in result.message
+    assert not result.run.exists(), "each of them would have taken it for its own"
 
 
 def test_nothing_wrapped(toy: list[str], tmp_path: Path) -> None:

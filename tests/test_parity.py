@@ -52,6 +52,34 @@ def test_learns_what_one_process_learns(
         ]  # fmt: skip
 
 
+V1 = ["fsdp.version=1", "fsdp.wrap=block"]
+OTHER_SHARDINGS = {
+    "keeps parameters after the forward pass": ["fsdp.sharding_strategy=SHARD_GRAD_OP"],
+    "offloaded": ["fsdp.cpu_offload=true"],
+    "every process fills its weights": ["fsdp.cpu_ram_efficient_loading=false"],
+    "one unit": ["fsdp.wrap=none"],
+    "checkpointing blocks": ["model.activation_checkpointing=block"],
+    "version 1": V1,
+    "version 1, wrapped by size": ["fsdp.version=1", "fsdp.wrap=size", "fsdp.min_num_params=9000"],
+    "version 1, keeps parameters": [*V1, "fsdp.sharding_strategy=SHARD_GRAD_OP"],
+    "version 1, not sharded": [*V1, "fsdp.sharding_strategy=NO_SHARD"],
+    "version 1, offloaded": [*V1, "fsdp.cpu_offload=true"],
+}
+
+
+@pytest.fixture(scope="module")
+def plain(toy: list[str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(tmp_path_factory.mktemp("plain") / "run", "single", 1, [*toy, "training.steps=8"])
+
+
+@pytest.mark.parametrize("name", OTHER_SHARDINGS)
+def test_every_way_to_shard_learns_the_same(name: str, plain: Trained, toy: list[str], tmp_path: Path) -> None:
+    result = train(tmp_path / "run", "fsdp", 2, [*toy, "training.steps=8", *OTHER_SHARDINGS[name]])
+    assert result.exit_codes == [0, 0], result.errors
+    assert result.column("loss") == pytest.approx(plain.column("loss"), rel=LOSS_TOLERANCE)
+    assert result.column("grad_norm") == pytest.approx(plain.column("grad_norm"), rel=NORM_TOLERANCE)
+
+
 def test_accumulation_changes_nothing_but_rounding(toy: list[str], tmp_path: Path) -> None:
     """Twice as many micro-batches of half the size: the same global batch, so the same losses."""
     whole = train(tmp_path / "whole", "ddp", 2, toy)

@@ -409,10 +409,11 @@ def specs(draw: st.DrawFn) -> RunSpec:
     replicate = draw(st.none() | st.integers(1, 99)) if version == 2 and sharding == "HYBRID_SHARD" else None
     lr = draw(st.floats(1e-8, 1e3))
     steps = draw(st.integers(1, 10**9))
+    size = st.integers(1, 10**7)
     count, flag, fraction = st.integers(1, 10**12), st.booleans(), st.floats(0, 1, exclude_max=True)
     shape = {
-        "vocab_size": draw(count), "num_layers": draw(count), "num_heads": kv * groups, "num_kv_heads": kv,
-        "hidden_dim": kv * groups * head, "ffn_dim": draw(count), "seq_len": draw(count),
+        "vocab_size": draw(size), "num_layers": draw(size), "num_heads": kv * groups, "num_kv_heads": kv,
+        "hidden_dim": kv * groups * head, "ffn_dim": draw(size), "seq_len": draw(size),
     }  # fmt: skip
     model: dict[str, Any] = draw(
         st.sampled_from([{"preset": None, **shape}, {"preset": "tiny", **shape}, {"preset": "1b"}])

@@ -1,6 +1,5 @@
 """The numbers of a step, kept on the device until somebody looks: one transfer per report."""
 
-import math
 import time
 from dataclasses import dataclass
 
@@ -33,7 +32,9 @@ class Meter:
         self._runtime = runtime
         self._loss = torch.zeros((), device=runtime.device)
         self._grad_norm = torch.zeros((), device=runtime.device)
-        self._bad_step = torch.full((), _NEVER, dtype=torch.float64, device=runtime.device)
+        # The first steps at which this process's loss, and the gradient over all processes, were not finite.
+        self._bad_loss = torch.full((), _NEVER, dtype=torch.float64, device=runtime.device)
+        self._bad_gradient = self._bad_loss.clone()
         self._micro_batches = 0
         self._steps = 0
         self._started = time.perf_counter()
@@ -52,16 +53,13 @@ class Meter:
         first = self._micro_batches % self._runtime.spec.training.grad_accum_steps == 0
         self._loss = loss if first else self._loss + loss
         self._micro_batches += 1
-        self._judge(loss, step)
+        self._bad_loss = first_bad(self._bad_loss, loss, step)
 
     def end_step(self, grad_norm: Tensor, step: int) -> None:
         """Take the gradient norm, a scalar, of optimizer step `step`."""
         self._grad_norm = grad_norm.detach().float()
-        self._judge(self._grad_norm, step)
+        self._bad_gradient = first_bad(self._bad_gradient, self._grad_norm, step)
         self._steps += 1
-
-    def _judge(self, value: Tensor, step: int) -> None:
-        self._bad_step = torch.where(torch.isfinite(value), self._bad_step, self._bad_step.clamp(max=step))
 
     def read(self, stop: bool) -> Reading:
         """Collective, and the only wait for the device. Numbers of the latest step, averaged over the processes.
@@ -70,21 +68,18 @@ class Meter:
         """
         spec = self._runtime.spec
         mean_loss = self._loss.double() / spec.training.grad_accum_steps
-        mine = torch.stack([mean_loss, self._grad_norm.double(), self._bad_step])
+        mine = torch.stack([mean_loss, self._grad_norm.double(), self._bad_loss, self._bad_gradient])
         mine = torch.cat([mine, torch.tensor([float(stop)], dtype=torch.float64, device=mine.device)])
         rows = self._runtime.gather(mine).tolist()
         steps, seconds = self._steps, time.perf_counter() - self._started
-        bad_step, bad_rank = min((row[2], rank) for rank, row in enumerate(rows))
-        if math.isfinite(bad_step):
-            message = f"the loss or its gradient is not finite at step {int(bad_step)} on rank {bad_rank}"
-            raise TrainingError(message, step=int(bad_step))
+        refuse_bad(rows)
         self._windows.append((steps, seconds))
         self.restart_clock()
         tokens_per_sec = steps * spec.tokens_per_step / seconds
         return Reading(
             loss=sum(row[0] for row in rows) / len(rows),
             grad_norm=rows[0][1],
-            stop=any(row[3] for row in rows),
+            stop=any(row[4] for row in rows),
             step_seconds=seconds / steps,
             tokens_per_sec=tokens_per_sec,
             mfu=self._runtime.mfu(tokens_per_sec),
@@ -95,6 +90,22 @@ class Meter:
         """Do not count what happened since the last report, such as an evaluation, as training time."""
         self._steps = 0
         self._started = time.perf_counter()
+
+
+def first_bad(bad_step: Tensor, value: Tensor, step: int) -> Tensor:
+    """`bad_step`, or `step` if it is earlier and `value` is not finite; without waiting for the device."""
+    return torch.where(torch.isfinite(value), bad_step, bad_step.clamp(max=step))
+
+
+def refuse_bad(rows: list[list[float]]) -> None:
+    """Raise TrainingError if the rows of all ranks hold a step at which a loss or the gradient was not finite."""
+    loss_step, rank = min((row[2], rank) for rank, row in enumerate(rows))
+    gradient_step = min(row[3] for row in rows)
+    if loss_step <= gradient_step < _NEVER or loss_step < _NEVER:
+        raise TrainingError(f"the loss is not finite at step {int(loss_step)} on rank {rank}", step=int(loss_step))
+    if gradient_step < _NEVER:
+        step = int(gradient_step)
+        raise TrainingError(f"the gradient is not finite at step {step}, with a finite loss on every rank", step=step)
 
 
 def peak_memory_gib(device: torch.device) -> float:

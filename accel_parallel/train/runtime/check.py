@@ -25,10 +25,7 @@ def mismatches(asked: Asked, observed: Observed, original: Original, mixed_preci
     if asked.contradiction:
         found.append(asked.contradiction)
     if asked.world_size != observed.world_size:
-        found.append(
-            f"asked for {asked.world_size} processes, got {observed.world_size} in this process group: every process "
-            "would train its own copy; launch with `accel-parallel launch` or `accelerate launch`"
-        )
+        found.append(world_mismatch(asked.world_size, observed.world_size))
     if asked.parallelism is not observed.parallelism:
         found.append(
             f"asked for {asked.parallelism}, got {observed.parallelism}: "
@@ -47,6 +44,13 @@ def mismatches(asked: Asked, observed: Observed, original: Original, mixed_preci
             "set fsdp.cpu_ram_efficient_loading to false, or model.tie_embeddings to false"
         )
     return found
+
+
+def world_mismatch(asked: int, got: int) -> str:
+    return (
+        f"asked for {asked} processes, got {got} in this process group: every process would train its own copy; "
+        "launch with `accel-parallel launch` or `accelerate launch`"
+    )
 
 
 def _sharding(asked: Asked, observed: Observed, original: Original) -> list[str]:

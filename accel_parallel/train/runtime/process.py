@@ -12,11 +12,11 @@ from accelerate.tracking import filter_trackers
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
-from accel_parallel.errors import LaunchError
+from accel_parallel.errors import LaunchError, MismatchError
 from accel_parallel.spec import RunSpec
 from accel_parallel.train.runtime import arguments, cpu
 from accel_parallel.train.runtime.asked import Asked
-from accel_parallel.train.runtime.check import check
+from accel_parallel.train.runtime.check import check, world_mismatch
 from accel_parallel.train.runtime.observe import Observed, Original, observe, watch
 
 T = TypeVar("T")
@@ -67,6 +67,9 @@ class Runtime:
             Accelerator(**arguments.accelerator_arguments(spec, asked, on_cpu=on_cpu)), asked, spec, changed, overruled
         )
         _NEVER_FREED.append(runtime)
+        # Before anything is shared: processes that do not know each other would all be the main one.
+        if runtime.world_size != asked.world_size:
+            raise MismatchError(world_mismatch(asked.world_size, runtime.world_size))
         return runtime
 
     @property
