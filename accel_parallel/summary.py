@@ -16,7 +16,7 @@ def render_summary(summary: Mapping[str, Any]) -> str:
     below = summary["unigram_entropy"] - summary["val_loss"]
     rows = [
         ("run", f"{summary['strategy']} on {summary['world_size']} x {summary['device']}, {summary['run']}"),
-        ("steps", f"{summary['step']} of {summary['steps']}, {summary['tokens']:,} tokens"),
+        ("steps", f"{summary['step']} of {summary['steps']}, {summary['tokens']:,} tokens{_rest(summary)}"),
         ("train loss", f"{_loss(summary['first_train_loss'])} first, {_loss(summary['last_train_loss'])} last"),
         ("validation loss", f"{summary['val_loss']:.4f} on {summary['val_tokens']:,} held-out tokens"),
         ("unigram entropy", f"{summary['unigram_entropy']:.4f} of the same tokens: {_beside(below)}"),
@@ -30,13 +30,22 @@ def render_summary(summary: Mapping[str, Any]) -> str:
         lines += textwrap.wrap(
             text, WIDTH, initial_indent=f"{name:<{width}}", subsequent_indent=" " * width, break_on_hyphens=False
         )
-    sample = f"{summary['prompt']}>>>{summary['sample']}"
+    sample = "".join(map(_shown, f"{summary['prompt']}>>>{summary['sample']}"))
     lines += ["", "sample (the prompt ends at >>>)"]
     for line in sample.splitlines():
         lines += textwrap.wrap(
             line, WIDTH, initial_indent="  ", subsequent_indent="  ", drop_whitespace=False, replace_whitespace=False
         ) or [""]
     return "\n".join(lines)
+
+
+def _rest(summary: Mapping[str, Any]) -> str:
+    return "" if summary["step"] >= summary["steps"] else "; the same command goes on from here"
+
+
+def _shown(character: str) -> str:
+    """What a model that has learned little writes may hold characters that a terminal obeys."""
+    return character if character.isprintable() or character == "\n" else "\N{MIDDLE DOT}"
 
 
 def _loss(value: float | None) -> str:

@@ -60,7 +60,12 @@ OTHER_SHARDINGS = {
     "one unit": ["fsdp.wrap=none"],
     "checkpointing blocks": ["model.activation_checkpointing=block"],
     "version 1": V1,
-    "version 1, wrapped by size": ["fsdp.version=1", "fsdp.wrap=size", "fsdp.min_num_params=9000"],
+    "version 1, wrapped by size": [
+        "fsdp.version=1",
+        "fsdp.wrap=size",
+        "fsdp.min_num_params=8000",
+        "model.vocab_size=257",
+    ],
     "version 1, keeps parameters": [*V1, "fsdp.sharding_strategy=SHARD_GRAD_OP"],
     "version 1, not sharded": [*V1, "fsdp.sharding_strategy=NO_SHARD"],
     "version 1, offloaded": [*V1, "fsdp.cpu_offload=true"],
@@ -76,6 +81,8 @@ def plain(toy: list[str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_every_way_to_shard_learns_the_same(name: str, plain: Trained, toy: list[str], tmp_path: Path) -> None:
     result = train(tmp_path / "run", "fsdp", 2, [*toy, "training.steps=8", *OTHER_SHARDINGS[name]])
     assert result.exit_codes == [0, 0], result.errors
+    if "model.vocab_size=257" in OTHER_SHARDINGS[name]:
+        plain = train(tmp_path / "plain", "single", 1, [*toy, "training.steps=8", "model.vocab_size=257"])
     assert result.column("loss") == pytest.approx(plain.column("loss"), rel=LOSS_TOLERANCE)
     assert result.column("grad_norm") == pytest.approx(plain.column("grad_norm"), rel=NORM_TOLERANCE)
 

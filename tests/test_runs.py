@@ -175,11 +175,13 @@ def test_summary_fits_80_columns_and_says_which_is_better() -> None:
         "device": "cpu", "step": 80, "steps": 100, "tokens": 327_680, "first_train_loss": 7.5,
         "last_train_loss": None, "val_loss": 5.0, "unigram_entropy": 5.5, "val_tokens": 1000, "tokens_per_sec": 1234.5,
         "peak_memory_gib": [1.0] * 16, "checkpoint": "runs/x/checkpoints/step-00000080",
-        "prompt": "def f(", "sample": "x" * 200 + "\n\n    return\n",
+        "prompt": "def f(", "sample": "x" * 200 + "\x1b[2J\x07\n\n    return\n",
     }  # fmt: skip
     text = render_summary(summary)
     assert max(map(len, text.splitlines())) <= 80
-    assert "80 of 100, 327,680 tokens" in text
+    assert "80 of 100, 327,680 tokens; the same command goes on from here" in text
+    assert "\x1b" not in text
+    assert "\x07" not in text
     assert "the model is 0.50 nat better" in text
     assert "1,234 tokens/s" in text
     assert "0.50 nat worse" in render_summary({**summary, "val_loss": 6.0})

@@ -92,7 +92,7 @@ def problems_of(text: str | bytes = "", **arguments: Any) -> list[str]:
         ("model:\n  num_heads: 4\n  num_kv_heads: 3\n", "model: num_heads 4 is not a multiple of num_kv_heads 3"),
         ("model:\n  num_heads: 64\n", "model: hidden_dim / num_heads is 5; rotary embeddings need an even head size"),
         ("training:\n  min_lr: 1\n", "spec.yaml:1: training: min_lr 1 is above lr 0.001"),
-        ("training:\n  warmup_steps: 500\n", "spec.yaml:1: training: warmup_steps 500 is more than steps 80"),
+        ("training:\n  warmup_steps: 500\n", "spec.yaml:1: training: warmup_steps 500 is more than steps 80; lower it"),
         ("hardware:\n  accelerator: h2000\n", "unknown accelerator 'h2000'; one of h200"),
         ("logging:\n  trackers: [wandb]\n", "spec.yaml:2: logging.trackers is 'wandb': should be 'tensorboard'"),
         ("training:\n  lr: 1\n  lr: 2\n", "spec.yaml:3: training.lr is given twice; first in line 2"),
@@ -270,7 +270,10 @@ def test_the_last_set_wins() -> None:
         ("training.lr=[", "--set training.lr: '[' is not a YAML value"),
         ("training.lr=" + "[" * 5000, "is not a YAML value"),
         ("training.stepz=1", "--set training.stepz: unknown key training.stepz; did you mean 'steps'?"),
-        ("training.warmup_steps=900", "--set training.warmup_steps: training: warmup_steps 900 is more than steps 80"),
+        (
+            "training.warmup_steps=900",
+            "--set training.warmup_steps: training: warmup_steps 900 is more than steps 80; lower it",
+        ),
         ("training.steps=", "--set training.steps: training.steps is None: should be a valid integer"),
     ],
 )
@@ -361,6 +364,13 @@ def test_learning_rate_by_hand() -> None:
     assert lr_at(10, training) == pytest.approx(0.2 + 0.4 * (1 - math.sqrt(0.5)))
     assert lr_at(12, training) == pytest.approx(0.2)
     assert lr_at(99, training) == pytest.approx(0.2)
+
+
+def test_warmup_left_out_follows_the_steps() -> None:
+    assert load_spec().training.warmup_steps == 10
+    assert load_spec(sets=["training.steps=6"]).training.warmup_steps == 0
+    assert load_spec(sets=["training.steps=1e6"]).training.warmup_steps == 1000
+    assert load_spec(sets=["training.steps=6", "training.warmup_steps=3"]).training.warmup_steps == 3
 
 
 def test_learning_rate_without_warmup_or_without_decay() -> None:

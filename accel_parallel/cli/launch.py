@@ -91,8 +91,9 @@ def worker_arguments(request: Request) -> list[str]:
 def _dry_run(spec: RunSpec, strategy: Strategy, config: str, request: Request) -> Result:
     run = request.run or Path("runs") / f"{strategy.name}-NNN"
     plan: LaunchPlan = plan_launch(spec, run, worker_arguments(request), machine_rank=request.machine_rank)
-    lines = [f"# {plan.config}", config.rstrip("\n"), "", f"# {plan.note}" if plan.note else "", plan.command()]
-    return Result({"config": config, "command": plan.command()}, [line for line in lines if line is not None])
+    note = [f"# {plan.note}"] if plan.note else []
+    lines = [f"# {plan.config}", config.rstrip("\n"), "", *note, plan.command()]
+    return Result({"config": config, "command": plan.command()}, lines)
 
 
 def _write(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ import yaml
 from accel_parallel.spec.fields import Section, descriptions
 from accel_parallel.spec.presets import PRESETS
 from accel_parallel.spec.run import RunSpec
+from accel_parallel.spec.sections import default_warmup
 
 WIDTH = 120
 COMMENT_COLUMN = 36
@@ -52,6 +53,8 @@ def _derived(section: str, values: dict[str, Any]) -> set[str]:
     """Keys whose value is what it would be if the key were left out, because another key says so."""
     if section == "fsdp":
         return {"wrap"} if values["wrap"] == ("size" if values["version"] == 1 else "block") else set()
+    if section == "training":
+        return {"warmup_steps"} if values["warmup_steps"] == default_warmup(values["steps"]) else set()
     if section == "model" and values["preset"] is not None:
         return {key for key, value in PRESETS[values["preset"]].items() if values[key] == value}
     return set()

@@ -7,17 +7,8 @@ from typing import Any, Self
 from pydantic import Field
 
 from accel_parallel.spec.fields import Destination, Section, descriptions
-from accel_parallel.spec.sections import (
-    Checkpoint,
-    Data,
-    Ddp,
-    Distributed,
-    Fsdp,
-    Hardware,
-    Logging,
-    Model,
-    Training,
-)
+from accel_parallel.spec.parallelism import Ddp, Distributed, Fsdp
+from accel_parallel.spec.sections import Checkpoint, Data, Hardware, Logging, Model, Training
 
 # What decides which numbers a run produces; everything else may change when it is continued.
 IDENTITY_SECTIONS = ("model", "data", "training")

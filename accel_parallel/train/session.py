@@ -53,6 +53,8 @@ def run_session(spec: RunSpec, options: Options, stop: StopRequest) -> dict[str,
         say(run.note)
     for path in damaged_checkpoints(run.path):
         say(f"{path} is not complete and is not used: files are missing, cut off, or not in its manifest")
+    model = runtime.spec.model.shape
+    say(f"{model.total_parameters:,} parameters, {runtime.spec.tokens_per_step:,} tokens a step, the first is slow")
     with tracking(runtime, data, run) as reporter:
         try:
             outcome = train(runtime, data, run, reporter, stop, stop_at=options.stop_at)
