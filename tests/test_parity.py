@@ -63,7 +63,7 @@ OTHER_SHARDINGS = {
     "version 1, wrapped by size": [
         "fsdp.version=1",
         "fsdp.wrap=size",
-        "fsdp.min_num_params=8000",
+        "fsdp.min_num_params=9000",
         "model.vocab_size=257",
     ],
     "version 1, keeps parameters": [*V1, "fsdp.sharding_strategy=SHARD_GRAD_OP"],
