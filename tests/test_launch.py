@@ -69,7 +69,7 @@ def launched(home: Path) -> subprocess.CompletedProcess[str]:
 def test_launch_trains_and_sums_up(home: Path, launched: subprocess.CompletedProcess[str]) -> None:
     assert launched.returncode == 0, launched.stderr
     run = home / "runs/fsdp-001"
-    assert sorted(path.name for path in run.iterdir()) == [
+    assert sorted(path.name for path in run.iterdir() if not path.name.startswith(".")) == [
         "accelerate.yaml", "checkpoints", "environment.json", "metrics.jsonl", "spec.yaml", "summary.json",
     ]  # fmt: skip
     assert list(complete_checkpoints(run)) == [20]
@@ -236,6 +236,55 @@ def test_a_signal_stops_in_order(number: signal.Signals, home: Path) -> None:
     assert step == len(losses(run)) < 5000
     assert f"{step} of 5000" in stdout
     assert not any(alive(pid) for pid in workers)
+
+
+def test_a_second_interrupt_ends_at_once(home: Path) -> None:
+    run = home / "runs/twice"
+    with subprocess.Popen(
+        [str(BIN / "accel-parallel"), "launch", "fsdp", "--run", str(run), "--set", "training.steps=5000"],
+        cwd=home, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        workers = wait_for_workers(process.pid, run, 2)
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)  # so that they cannot stop in order
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - begun < 15
+    assert process.returncode == 130
+    assert "ended at once; earlier checkpoints are as they were" in stderr
+    assert "Traceback" not in stderr
+    for worker in workers:
+        if alive(worker):
+            os.kill(worker, signal.SIGCONT)
+    time.sleep(0.5)
+    assert not any(map(alive, workers))
+
+
+def test_two_machines_that_are_one(home: Path) -> None:
+    """Two launchers on this host, a process each: the losses of one machine with two."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    arguments = ["launch", "ddp", "--run", "runs/machines", "--stop-at", "6", "--num-processes", "1"]
+    sets = ["distributed.num_machines=2", "distributed.main_process_ip=127.0.0.1"]
+    arguments += set_options([*sets, f"distributed.main_process_port={port}"])
+    machines = [
+        subprocess.Popen(
+            [str(BIN / "accel-parallel"), *arguments, "--machine-rank", str(rank)],
+            cwd=home, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    ends = [machine.communicate(timeout=120) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], ends
+    assert "ddp on 2 x cpu" in ends[0][0]
+    assert ends[1][0] == ""
+    one = launch(home, "ddp", "--run", "runs/one", "--stop-at", "6")
+    assert one.returncode == 0
+    assert losses(home / "runs/machines") == losses(home / "runs/one")
 
 
 def test_one_progress_bar_in_a_terminal(home: Path) -> None:

@@ -335,9 +335,9 @@ def test_frozen() -> None:
 def test_global_batch_is_split_over_processes_and_micro_batches() -> None:
     sets = ["distributed.num_machines=2", "distributed.processes_per_machine=4"]
     spec = load_spec(sets=[*sets, "training.batch_size=64", "training.grad_accum_steps=2"])
-    assert (spec.num_processes, spec.micro_batch_size, spec.tokens_per_step) == (8, 4, 64 * 128)
+    assert (spec.num_processes, spec.tokens_per_step) == (8, 64 * 128)
     assert spec.batch_problem() is None
-    assert spec.with_world(1, 2).micro_batch_size == 16
+    assert spec.with_world(1, 2).num_processes == 2
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,6 @@ class RunSpec(Section):
         return self.distributed.num_machines * self.distributed.processes_per_machine
 
     @property
-    def micro_batch_size(self) -> int:
-        """Sequences per process and forward pass."""
-        return self.training.batch_size // (self.num_processes * self.training.grad_accum_steps)
-
-    @property
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step over all processes."""
         return self.training.batch_size * self.model.seq_len
