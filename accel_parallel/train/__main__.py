@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     status = Status(arguments.status_dir)
     if arguments.status_dir:
-        die_with_parent()
+        die_with_parent(signal.SIGKILL)
     try:
         check_environment(os.environ)
         spec = load(arguments.spec, arguments.set)

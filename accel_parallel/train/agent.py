@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 
-def die_with_parent() -> None:
-    """Let the kernel end this process when its parent is killed, so that no launch leaves orphans. Linux only.
+def die_with_parent(number: signal.Signals) -> None:
+    """Let the kernel send this process `number` when its parent dies, so that no launch leaves orphans. Linux only.
 
     prctl(2), PR_SET_PDEATHSIG = 1. The elastic launcher starts workers in sessions of their own, which no signal to
     its process group reaches.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, number)
 
 
 def main(argv: list[str]) -> int:
-    die_with_parent()
+    die_with_parent(signal.SIGTERM)
     status, arguments = Path(argv[0]), argv[1:]
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
