@@ -1,13 +1,12 @@
 """File operations that leave the old or the new, never a part."""
 
 import os
-import secrets
 from pathlib import Path
 
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace a small text file so that a reader sees the old or the new one. Raises OSError, leaving the old one."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)

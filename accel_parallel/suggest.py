@@ -1,11 +1,12 @@
 """The one place that guesses what a misspelt word was meant to be."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the closest known word, or an empty string."""
+    from difflib import get_close_matches  # only where something is wrong: its import takes milliseconds
+
     lowered = {name.lower(): name for name in known}
     matches = get_close_matches(str(word).lower(), lowered, n=1, cutoff=0.6)
     return f"; did you mean {lowered[matches[0]]!r}?" if matches else ""

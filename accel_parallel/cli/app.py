@@ -5,7 +5,6 @@ argparse and not a larger library: with one, the start of every verb takes a ten
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,6 +88,8 @@ def launch(arguments: argparse.Namespace, output: Output) -> None:
 
 
 def prepare(arguments: argparse.Namespace, output: Output) -> None:
+    import subprocess
+
     command = [sys.executable, "-m", "accel_parallel.train.prepare"]
     command += ["--spec", str(arguments.spec)] if arguments.spec else []
     for entry in arguments.set:

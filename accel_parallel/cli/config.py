@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import unified_diff
 from pathlib import Path
 from typing import Literal
 
@@ -110,5 +109,7 @@ def _put(path: Path, text: str, check: bool) -> FileResult:
 
 
 def _diff(path: Path, old: str, new: str) -> str:
+    from difflib import unified_diff
+
     lines = unified_diff(old.splitlines(), new.splitlines(), f"{path} (on disk)", f"{path} (generated)", lineterm="")
     return "".join(f"{line}\n" for line in lines)
