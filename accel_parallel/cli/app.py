@@ -4,6 +4,7 @@ argparse and not a larger library: with one, the start of every verb takes a ten
 """
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -43,10 +44,25 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
     # Looking for plugins of pydantic reads the metadata of every installed package: 80 ms for each start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    import_when_used("importlib.metadata")
     arguments = parser().parse_args(argv)
     with failing(arguments.verb, getattr(arguments, "json", False)) as output:
         arguments.function(arguments, output)
     sys.exit(0)
+
+
+def import_when_used(name: str) -> None:
+    """Let `import name` cost nothing until an attribute of the module is asked for.
+
+    pydantic imports importlib.metadata, and with it the email package, for the plugins that are switched off: 30 ms.
+    """
+    spec = importlib.util.find_spec(name)
+    if name in sys.modules or spec is None or spec.loader is None:
+        return
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
 
 
 def parser() -> argparse.ArgumentParser:
