@@ -28,6 +28,7 @@ from accel_parallel.train.runtime import Runtime
 from accel_parallel.train.state import TrainState
 
 FORMAT = 1
+NEARLY_FULL_BYTES = 4 * 2**20
 VERSIONS = {"accel_parallel": __version__, "torch": torch.__version__, "accelerate": accelerate.__version__}
 
 
@@ -119,7 +120,7 @@ class Checkpoints:
         return self.runtime.world_size == 1
 
     def _as_one(self, doing: str, hint: str = "earlier checkpoints are as they were") -> "_Together":
-        return _Together(self.runtime, doing, hint)
+        return _Together(self.runtime, doing, hint, self.run.path)
 
     def _publish(self, partial: Path, final: Path, state: TrainState) -> None:
         files = sorted(path for path in partial.iterdir() if path.is_file())
@@ -159,10 +160,11 @@ def _quiet() -> Iterator[None]:
 class _Together:
     """Something each process does and that may fail on some: then all raise, and none waits for the others."""
 
-    def __init__(self, runtime: Runtime, doing: str, hint: str) -> None:
+    def __init__(self, runtime: Runtime, doing: str, hint: str, folder: Path) -> None:
         self.runtime = runtime
         self.doing = doing
         self.hint = hint
+        self.folder = folder
 
     def __enter__(self) -> None:
         return None
@@ -171,14 +173,14 @@ class _Together:
         # DCP's CheckpointException is a BaseException, so what passes through is named instead.
         if isinstance(error, KeyboardInterrupt | SystemExit):
             return
-        reasons = self.runtime.gather_objects(None if error is None else _reason(error))
+        reasons = self.runtime.gather_objects(None if error is None else _reason(error, self.folder))
         failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason is not None]
         if failed:
             rank, reason = failed[0]
             raise RunError(f"{self.doing}: {reason} (rank {rank})", hint=self.hint) from error
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException, folder: Path) -> str:
     """The operating system's or our own words; DCP wraps the cause of each rank."""
     if isinstance(error, AccelParallelError):
         return str(error)
@@ -189,9 +191,10 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     text = str(error).strip().splitlines()
-    # The file writer reports a full disk as a failed assertion inside the serializer.
-    if "PytorchStreamWriter failed" in str(error) or "file write failed" in str(error):
-        return os.strerror(errno.ENOSPC) + " or the file cannot be written"
+    # torch's serializer says in many ways that a write came back short; the file system knows why.
+    if any(word in str(error) for word in ("inline_container", "PytorchStreamWriter", "file write failed")):
+        full = shutil.disk_usage(folder).free < NEARLY_FULL_BYTES
+        return os.strerror(errno.ENOSPC) if full else "a file could not be written whole"
     return f"{type(error).__name__}: {text[0] if text else 'no message'}"
 
 
