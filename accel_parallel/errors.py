@@ -59,9 +59,8 @@ class AccelParallelError(Exception):
 
 def of_the_system(error: OSError) -> AccelParallelError:
     """What the operating system refused, as one line: for files that no better message is known for."""
-    what = f"{error.filename}: " if error.filename else ""
-    text = str(what)
-    return AccelParallelError(f"{text[:200]}{error.strerror or error}")
+    where = f"{str(error.filename)[:200]}: " if error.filename else ""
+    return AccelParallelError(f"{where}{error.strerror or error}")
 
 
 class SpecError(AccelParallelError):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from accel_parallel.errors import TrainingError
 from accel_parallel.runs import complete_checkpoints
+from accel_parallel.train.meter import refuse_bad
 from tests.workers import train
 
 
@@ -64,6 +67,22 @@ def test_a_gradient_that_is_not_finite_stops_too(toy: list[str], tmp_path: Path)
     assert result.exit_codes == [2, 2]
     assert "the gradient is not finite at step 4, with a finite loss on every rank" in result.message
     assert max(complete_checkpoints(result.run)) == 3
+
+
+@pytest.mark.parametrize(
+    ("loss_step", "gradient_step", "words"),
+    [
+        (5.0, 5.0, "the loss is not finite at step 5 on rank 1"),
+        (5.0, math.inf, "the loss is not finite at step 5 on rank 1"),
+        (6.0, 5.0, "the gradient is not finite at step 5, with a finite loss on every rank"),
+        (math.inf, 5.0, "the gradient is not finite at step 5, with a finite loss on every rank"),
+    ],
+)
+def test_what_went_wrong_first_is_told(loss_step: float, gradient_step: float, words: str) -> None:
+    rows = [[1.0, 1.0, math.inf, gradient_step, 0.0], [1.0, 1.0, loss_step, gradient_step, 0.0]]
+    with pytest.raises(TrainingError, match=words) as error:
+        refuse_bad(rows)
+    assert error.value.step == 5
 
 
 def test_a_full_disk_is_one_line_and_keeps_what_there_was(toy: list[str], small_disk: Path) -> None:

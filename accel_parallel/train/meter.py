@@ -101,7 +101,7 @@ def refuse_bad(rows: list[list[float]]) -> None:
     """Raise TrainingError if the rows of all ranks hold a step at which a loss or the gradient was not finite."""
     loss_step, rank = min((row[2], rank) for rank, row in enumerate(rows))
     gradient_step = min(row[3] for row in rows)
-    if loss_step <= gradient_step < _NEVER or loss_step < _NEVER:
+    if loss_step < _NEVER and loss_step <= gradient_step:
         raise TrainingError(f"the loss is not finite at step {int(loss_step)} on rank {rank}", step=int(loss_step))
     if gradient_step < _NEVER:
         step = int(gradient_step)
