@@ -18,6 +18,46 @@ ddp *args:
 fsdp *args:
     accel-parallel launch fsdp {{args}}
 
+# FSDP that keeps gathered parameters from the forward to the backward pass: faster, needs more memory.
+[group('train')]
+fsdp_shard_grad_op *args:
+    accel-parallel launch fsdp_shard_grad_op {{args}}
+
+# FSDP that shards inside a replica and keeps several replicas, one a machine; 4 processes at least.
+[group('train')]
+fsdp_hybrid_shard *args:
+    accel-parallel launch fsdp_hybrid_shard {{args}}
+
+# FSDP whose shards and optimizer state rest in host memory.
+[group('train')]
+fsdp_cpu_offload *args:
+    accel-parallel launch fsdp_cpu_offload {{args}}
+
+# FSDP version 1, FULL_SHARD, units by fsdp.min_num_params.
+[group('version 1')]
+fsdp1_full_shard *args:
+    accel-parallel launch fsdp1_full_shard {{args}}
+
+# FSDP version 1, SHARD_GRAD_OP.
+[group('version 1')]
+fsdp1_shard_grad_op *args:
+    accel-parallel launch fsdp1_shard_grad_op {{args}}
+
+# FSDP version 1, NO_SHARD: replicas, as under DDP.
+[group('version 1')]
+fsdp1_no_shard *args:
+    accel-parallel launch fsdp1_no_shard {{args}}
+
+# FSDP version 1, HYBRID_SHARD: on each machine with --machine-rank N --run DIR; `just two-machines` rehearses it here.
+[group('version 1')]
+fsdp1_hybrid_shard *args:
+    accel-parallel launch fsdp1_hybrid_shard {{args}}
+
+# FSDP version 1 whose shards rest in host memory.
+[group('version 1')]
+fsdp1_cpu_offload *args:
+    accel-parallel launch fsdp1_cpu_offload {{args}}
+
 # Read, tokenise and cache the text without training.
 [group('train')]
 prepare *args:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from accel_parallel.accelerate_yaml import dumps, loads, render, render_file
 from accel_parallel.errors import LaunchError, SpecError
-from accel_parallel.spec import Destination, RunSpec, destinations, dump_spec, load_spec
+from accel_parallel.spec import Destination, Draft, RunSpec, destinations, dump_spec, load_spec, read_spec
 from accel_parallel.strategies import CATALOGUE, STRATEGIES, Kind
 
 CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
@@ -119,7 +119,7 @@ def outcome_of(spec: RunSpec, name: str, folder: Path) -> Outcome:
 
 @pytest.mark.parametrize("strategy", CATALOGUE, ids=lambda strategy: strategy.name)
 def test_committed_file_is_what_the_generator_writes_today(strategy: Any) -> None:
-    spec = strategy.apply(load_spec(CONFIGS / "parallelism.yaml"))
+    spec = strategy.resolve(read_spec(CONFIGS / "parallelism.yaml"))
     assert (CONFIGS / f"{strategy.name}.yaml").read_text() == render_file(spec, strategy)
 
 
@@ -156,8 +156,8 @@ PLUGINS: dict[str, tuple[list[str], dict[str, Any], dict[str, int]]] = {
     "version 2, offload": (["fsdp.cpu_offload=true"], {"cpu_offload": "CPUOffloadPolicy"}, {}),
     "version 2, every process loads": (
         ["fsdp.cpu_ram_efficient_loading=false"], {"cpu_ram_efficient_loading": False}, {}),
-    "version 2, size": (["fsdp.wrap=size", "fsdp.min_num_params=20M"], {
-        "auto_wrap_policy": "size_based_auto_wrap_policy", "min_num_params": 20_000_000}, {}),
+    "version 2, size": (["fsdp.wrap=size", "fsdp.min_num_params=2M"], {
+        "auto_wrap_policy": "size_based_auto_wrap_policy", "min_num_params": 2_000_000}, {}),
     "version 2, block too small": ([f"fsdp.min_num_params={TINY_BLOCK + 1}"], {
         "auto_wrap_policy": None, "transformer_cls_names_to_wrap": None}, {}),
     "version 2, block just large enough": ([f"fsdp.min_num_params={TINY_BLOCK}"], {
@@ -201,7 +201,7 @@ def test_version_1_offload_reaches_the_plugin(tmp_path: Path) -> None:
 
 
 def test_single_is_one_plain_process(tmp_path: Path) -> None:
-    spec = STRATEGIES["single"].apply(load_spec(sets=["distributed.processes_per_machine=8"]))
+    spec = STRATEGIES["single"].resolve(read_spec(sets=["distributed.processes_per_machine=8"]))
     outcome = outcome_of(spec, "single", tmp_path)
     assert outcome.command["argv"][1:] == ["train.py"]
     assert "MASTER_ADDR" not in outcome.environment
@@ -283,8 +283,8 @@ def test_every_key_of_the_yaml_is_perturbed() -> None:
     [(key, *change) for key, changes in CHANGES.items() for change in changes],
 )
 def test_changing_a_key_changes_what_runs(key: str, name: str, around: list[str], value: str, tmp_path: Path) -> None:
-    before = load_spec(overrides=STRATEGIES[name].overrides, sets=around)
-    after = load_spec(overrides=STRATEGIES[name].overrides, sets=[*around, f"{key}={value}"])
+    before = STRATEGIES[name].resolve(read_spec(sets=around))
+    after = STRATEGIES[name].resolve(read_spec(sets=[*around, f"{key}={value}"]))
     first, second = outcome_of(before, name, tmp_path), outcome_of(after, name, tmp_path)
     assert first.error == second.error == ""
     assert first != second
@@ -293,7 +293,7 @@ def test_changing_a_key_changes_what_runs(key: str, name: str, around: list[str]
 def test_keys_that_the_yaml_does_not_carry_do_not_reach_it() -> None:
     sets = ["training.lr=1e-2", "ddp.bucket_cap_mb=50", "fsdp.sync_each_batch=false", "distributed.timeout_minutes=5"]
     for strategy in CATALOGUE:
-        specs = [load_spec(overrides=strategy.overrides, sets=entries) for entries in ([], sets)]
+        specs = [strategy.resolve(read_spec(sets=entries)) for entries in ([], sets)]
         assert render(specs[0], strategy) == render(specs[1], strategy)
 
 
@@ -343,7 +343,7 @@ def specs(draw: st.DrawFn) -> tuple[RunSpec, str]:
             },
         }
     )
-    return STRATEGIES[name].apply(spec), name
+    return STRATEGIES[name].resolve(Draft("drawn", spec.model_dump(mode="json"), {})), name
 
 
 def assert_as_asked(spec: RunSpec, name: str, outcome: Outcome) -> None:
@@ -369,8 +369,11 @@ def assert_as_asked(spec: RunSpec, name: str, outcome: Outcome) -> None:
     assert plugin["cpu_ram_efficient_loading"] is fsdp.cpu_ram_efficient_loading
     wraps = fsdp.wrap == "block" and fsdp.min_num_params <= TINY_BLOCK
     assert plugin["transformer_cls_names_to_wrap"] == (["TransformerBlock"] if wraps else None)
-    assert plugin["min_num_params"] == (fsdp.min_num_params if fsdp.wrap == "size" else None)
-    assert (plugin["auto_wrap_policy"] is not None) == (wraps or fsdp.wrap == "size")
+    # No module below the root is larger than all blocks together, unless it is the embedding.
+    largest = max(TINY_BLOCK * spec.model.num_layers, 2048 * 320)
+    by_size = fsdp.wrap == "size" and fsdp.min_num_params + (fsdp.version == 2) <= largest
+    assert plugin["min_num_params"] == (fsdp.min_num_params if by_size else None)
+    assert (plugin["auto_wrap_policy"] is not None) == (wraps or by_size)
     if fsdp.version == 2:
         assert plugin["reshard_after_forward"] is (fsdp.sharding_strategy != "SHARD_GRAD_OP")
         assert (plugin["cpu_offload"] == "CPUOffloadPolicy") is fsdp.cpu_offload
@@ -547,8 +550,8 @@ def test_words_that_yaml_reads_as_booleans_are_quoted() -> None:
 
 
 def test_counts_are_plain_integers() -> None:
-    assert "fsdp_min_num_params: 20000000 " in render_file(
-        load_spec(sets=["fsdp.wrap=size", "fsdp.min_num_params=2e7"]), STRATEGIES["fsdp"]
+    assert "fsdp_min_num_params: 2000000 " in render_file(
+        load_spec(sets=["fsdp.wrap=size", "fsdp.min_num_params=2e6"]), STRATEGIES["fsdp"]
     )
 
 

@@ -14,6 +14,7 @@ from accel_parallel.errors import AccelParallelError, LaunchError, MismatchError
 from accel_parallel.launch import check_machines, plan_launch
 from accel_parallel.runs import open_run
 from accel_parallel.spec import load_spec
+from accel_parallel.strategies import STRATEGIES
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +89,7 @@ def test_config_writes_then_checks(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "config")
     assert (code, err) == (0, "")
     assert [line.split() for line in out.splitlines()] == [
-        ["written", f"accelerate_configs/{name}.yaml"] for name in ("parallelism", "single", "ddp", "fsdp")
+        ["written", f"accelerate_configs/{name}.yaml"] for name in ("parallelism", *STRATEGIES)
     ]
     assert run(capsys, "config", "--check")[0] == 0
     stale = Path("accelerate_configs/fsdp.yaml")
@@ -170,7 +171,7 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
 
 def test_several_machines_need_a_number_each() -> None:
     sets = ["distributed.num_machines=2", "distributed.main_process_ip=10.0.0.1"]
-    spec = load_spec(None, {}, sets)
+    spec = load_spec(None, sets)
     with pytest.raises(LaunchError, match="which one is this"):
         check_machines(spec, None, Path("run"))
     with pytest.raises(LaunchError, match="--machine-rank 2 is not one of 0 to 1"):
@@ -188,7 +189,7 @@ def test_a_busy_port_is_replaced_on_one_machine() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         plan = plan_launch(
-            load_spec(None, {}, [f"distributed.main_process_port={port}"]), Path("run"), [], machine_rank=None
+            load_spec(None, [f"distributed.main_process_port={port}"]), Path("run"), [], machine_rank=None
         )
     assert plan.note is not None
     assert f"port {port} is in use" in plan.note

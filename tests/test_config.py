@@ -11,7 +11,7 @@ from accel_parallel.accelerate_yaml import loads
 from accel_parallel.cli.config import write_configs
 from accel_parallel.errors import RunError, SpecError
 from accel_parallel.spec import RunSpec, load_spec
-from accel_parallel.strategies import STRATEGIES, Kind, Strategy
+from accel_parallel.strategies import STRATEGIES
 
 NAMES = [f"{name}.yaml" for name in STRATEGIES]
 
@@ -64,7 +64,7 @@ def test_only_what_changed_is_written() -> None:
     write_configs(spec)
     spec.write_text("fsdp: {sharding_strategy: SHARD_GRAD_OP}\n")
     states = {file.path.stem: file.state for file in write_configs(spec).files}
-    assert states == {"single": "unchanged", "ddp": "unchanged", "fsdp": "written"}
+    assert states == {name: "written" if name == "fsdp" else "unchanged" for name in STRATEGIES}
     assert loads(spec.with_name("fsdp.yaml").read_text())["fsdp_config"]["fsdp_reshard_after_forward"] is False
 
 
@@ -92,11 +92,8 @@ def test_check_writes_nothing_and_shows_what_differs() -> None:
     edited = fsdp.read_bytes()
     result = write_configs(spec, check=True)
     assert result.exit_code == 1
-    assert {file.path.stem: file.state for file in result.files} == {
-        "single": "unchanged",
-        "ddp": "missing",
-        "fsdp": "stale",
-    }
+    changed = {file.path.stem: file.state for file in result.files if file.state != "unchanged"}
+    assert changed == {"ddp": "missing", "fsdp": "stale"}
     lines = result.lines()
     assert any(line.startswith("-  fsdp_version: 1 ") for line in lines)
     assert any(line.startswith("+  fsdp_version: 2 ") for line in lines)
@@ -128,22 +125,35 @@ def test_a_hand_written_file_is_left_alone() -> None:
 
 def test_a_strategy_that_cannot_be_rendered_does_not_stop_the_others() -> None:
     result = write_configs(spec_file("training: {batch_size: 33}\n"))
-    assert {file.path.stem: file.state for file in result.files} == {
-        "single": "written",
-        "ddp": "refused",
-        "fsdp": "refused",
-    }
+    states = {file.path.stem: file.state for file in result.files}
+    assert states == {**dict.fromkeys(STRATEGIES, "skipped"), "single": "written", "ddp": "refused", "fsdp": "refused"}
     assert result.exit_code == 2
     assert [str(problem).partition(":")[0] for problem in result.problems] == ["ddp", "fsdp"]
     assert all("nearest that do: 32 or 34" in str(problem) for problem in result.problems)
 
 
-def test_a_row_that_contradicts_the_specification_is_one_problem() -> None:
-    row = Strategy("broken", Kind.FSDP, "s", {"fsdp.sharding_strategy": "NO_SHARD"})
-    with patch("accel_parallel.cli.config.CATALOGUE", (row, STRATEGIES["ddp"])):
-        result = write_configs(spec_file())
-    assert [file.state for file in result.files] == ["refused", "written"]
-    assert len(result.problems) == 1
+def test_a_strategy_that_only_its_name_makes_impossible_is_skipped() -> None:
+    """A batch of 2 divides by the 2 processes that were asked for, not by the 4 that hybrid sharding needs."""
+    spec = spec_file("training: {batch_size: 2}\n")
+    result = write_configs(spec)
+    skipped = {file.path.stem for file in result.files if file.state == "skipped"}
+    assert skipped == {"fsdp_hybrid_shard", "fsdp1_hybrid_shard"}
+    assert result.exit_code == 0
+    assert [problem.severity for problem in result.problems] == ["warning", "warning"]
+    assert "2 does not divide by 4 processes" in str(result.problems[0])
+    assert "nothing is written" in str(result.problems[0])
+    assert write_configs(spec, check=True).exit_code == 0
+
+
+def test_the_file_of_a_skipped_strategy_from_an_earlier_specification_is_stale() -> None:
+    spec = spec_file()
+    write_configs(spec)
+    spec.write_text("training: {batch_size: 2}\n")
+    write_configs(spec)
+    assert spec.with_name("fsdp_hybrid_shard.yaml").exists()
+    result = write_configs(spec, check=True)
+    assert result.exit_code == 1
+    assert "of an earlier specification: remove it" in str(result.problems[0])
 
 
 def test_a_wrong_specification_names_everything_and_writes_nothing() -> None:

@@ -96,7 +96,7 @@ def tokenizer(toy: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that AutoTokenizer reads: the one trained for a smaller vocabulary."""
     from accel_parallel.train.data import prepare
 
-    return prepare(load_spec(None, {}, toy).data, 290).tokenizer_folder
+    return prepare(load_spec(None, toy).data, 290).tokenizer_folder
 
 
 def test_the_same_specification_leaves_the_same_trace(base: dict[str, Any], toy: list[str], tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_a_key_of_the_loop_changes_the_run(
     change = [entry.format(tokenizer=tokenizer) for entry in CHANGES[key]]
     if key == "model.preset":
         # The toy names every dimension; left out, they follow the preset.
-        spec = load_spec(None, {}, [*toy, "model.preset=null"])
-        assert load_spec(None, {}, ["model.preset=124m"]).model.shape != load_spec(None, {}, []).model.shape
+        spec = load_spec(None, [*toy, "model.preset=null"])
+        assert load_spec(None, ["model.preset=124m"]).model.shape != load_spec(None, {}, []).model.shape
         assert spec.model.preset is None
         return
     assert trace(train(tmp_path / "run", "single", 1, [*toy, *BASE, *change])) != base
@@ -130,7 +130,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("key", ARGUMENTS)
 def test_a_key_for_accelerate_changes_its_arguments(key: str) -> None:
-    assert arguments(load_spec(None, {}, [f"{key}={ARGUMENTS[key]}"])) != arguments(RunSpec())
+    assert arguments(load_spec(None, [f"{key}={ARGUMENTS[key]}"])) != arguments(RunSpec())
 
 
 def arguments(spec: RunSpec) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def arguments(spec: RunSpec) -> dict[str, Any]:
 
 def test_hardware_accelerator_is_what_mfu_relates_to() -> None:
     h200 = model_flops_utilisation(RunSpec(), 1e6, 2)
-    a100 = model_flops_utilisation(load_spec(None, {}, ["hardware.accelerator=a100_80gb"]), 1e6, 2)
+    a100 = model_flops_utilisation(load_spec(None, ["hardware.accelerator=a100_80gb"]), 1e6, 2)
     assert a100 / h200 == pytest.approx(989 / 312, rel=1e-3)
 
 

@@ -23,7 +23,7 @@ from accel_parallel.spec import (
     find_spec,
     load_spec,
     lr_at,
-    override_spec,
+    read_spec,
 )
 
 
@@ -250,10 +250,12 @@ def test_tiny_is_shaped_for_the_default_threshold() -> None:
 # --- Where a specification comes from, and what wins ----------------------------------------------------------------
 
 
-def test_overrides_rise_from_file_over_strategy_to_set() -> None:
+def test_overrides_rise_from_file_over_set_to_strategy() -> None:
     file = spec_file("training: {steps: 11, seed: 11, batch_size: 11}\n")
-    spec = load_spec(file, {"training.seed": 22, "training.batch_size": 22}, ["training.batch_size=33"])
+    draft = read_spec(file, ["training.seed=22", "training.batch_size=22"])
+    spec = draft.resolve({"training.batch_size": 33})
     assert (spec.training.steps, spec.training.seed, spec.training.batch_size) == (11, 22, 33)
+    assert draft.resolve().training.batch_size == 22
     assert spec.training.lr == RunSpec().training.lr
 
 
@@ -314,11 +316,14 @@ def test_an_empty_file_means_the_defaults(text: str) -> None:
     assert load_spec(spec_file(text)) == RunSpec() == load_spec()
 
 
-def test_override_spec_validates_again() -> None:
-    spec = override_spec(RunSpec(), {"training.batch_size": 64})
-    assert spec.training.batch_size == 64
+def test_what_a_strategy_decides_is_validated_and_named() -> None:
     with pytest.raises(SpecError, match=r"here: training\.batch_size is 0"):
-        override_spec(spec, {"training.batch_size": 0}, "here")
+        read_spec().resolve({"training.batch_size": 0}, "here")
+
+
+def test_what_follows_from_a_key_follows_from_the_strategy_s_too() -> None:
+    assert read_spec().resolve({"fsdp.version": 1}).fsdp.wrap == "size"
+    assert read_spec(sets=["fsdp.wrap=none"]).resolve({"fsdp.version": 1}).fsdp.wrap == "none"
 
 
 # --- Derived quantities ---------------------------------------------------------------------------------------------
@@ -348,11 +353,11 @@ def test_a_batch_that_does_not_divide_names_the_nearest(
     batch: int, processes: int, accumulate: int, nearest: str
 ) -> None:
     entries = {"distributed.processes_per_machine": processes, "training.grad_accum_steps": accumulate}
-    problem = override_spec(RunSpec(), {**entries, "training.batch_size": batch}).batch_problem()
+    problem = read_spec().resolve({**entries, "training.batch_size": batch}).batch_problem()
     assert problem is not None
     assert problem.endswith(f"= {processes * accumulate}; nearest that do: {nearest}")
     for size in nearest.split(" or "):
-        assert override_spec(RunSpec(), {**entries, "training.batch_size": int(size)}).batch_problem() is None
+        assert read_spec().resolve({**entries, "training.batch_size": int(size)}).batch_problem() is None
 
 
 def test_learning_rate_by_hand() -> None:
@@ -382,11 +387,9 @@ def test_learning_rate_without_warmup_or_without_decay() -> None:
 
 def test_identity_is_what_decides_the_numbers() -> None:
     spec = RunSpec()
-    same = override_spec(
-        spec, {"fsdp.version": 1, "fsdp.wrap": "size", "checkpoint.every": 1, "distributed.num_machines": 2}
-    )
+    same = read_spec().resolve({"fsdp.version": 1, "checkpoint.every": 1, "distributed.num_machines": 2})
     assert spec.identity_differences(same) == []
-    other = override_spec(spec, {"training.lr": 0.01, "distributed.mixed_precision": "no"})
+    other = read_spec().resolve({"training.lr": 0.01, "distributed.mixed_precision": "no"})
     assert spec.identity_differences(other) == [
         "distributed.mixed_precision bf16 -> no",
         "training.lr 0.001 -> 0.01",
@@ -517,7 +520,7 @@ def test_wrap_follows_the_version_in_the_file_to_edit() -> None:
 
 
 def test_a_value_stays_on_its_line() -> None:
-    spec = override_spec(RunSpec(), {"data.recipe": "a\n\nb: 'c'"})
+    spec = read_spec().resolve({"data.recipe": "a\n\nb: 'c'"})
     assert len(dump_spec(spec).splitlines()) == len(dump_spec(RunSpec()).splitlines())
 
 

@@ -1,12 +1,15 @@
 """The catalogue: each row applies to the default specification, and names are found or explained."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from accel_parallel.errors import LaunchError, SpecError
-from accel_parallel.spec import RunSpec, load_spec
+from accel_parallel.spec import RunSpec, load_spec, read_spec
 from accel_parallel.strategies import CATALOGUE, STRATEGIES, Kind, Strategy, find_strategy
+
+CLUSTER = ["distributed.num_machines=2", "distributed.processes_per_machine=8"]
 
 
 def test_names_are_unique_and_in_reading_order() -> None:
@@ -16,44 +19,93 @@ def test_names_are_unique_and_in_reading_order() -> None:
         ("ddp", Kind.DDP),
         ("fsdp", Kind.FSDP),
     ]
+    assert len(STRATEGIES) == 11
 
 
 @pytest.mark.parametrize("strategy", CATALOGUE, ids=lambda strategy: strategy.name)
-def test_overrides_name_keys_that_exist(strategy: Strategy) -> None:
+def test_a_row_decides_what_its_name_says(strategy: Strategy) -> None:
+    """Whatever the fsdp section holds: the other versions, strategies and offloads."""
     assert set(strategy.overrides) <= set(RunSpec().flat())
-    applied = strategy.apply(RunSpec()).flat()
-    assert {key: applied[key] for key in strategy.overrides} == dict(strategy.overrides)
+    for sets in ([], ["fsdp.version=1", "fsdp.sharding_strategy=NO_SHARD"], ["fsdp.cpu_offload=true"], CLUSTER):
+        applied = strategy.resolve(read_spec(sets=sets)).flat()
+        assert {key: applied[key] for key in strategy.overrides} == dict(strategy.overrides)
 
 
 def test_single_has_one_process_whatever_the_specification_says() -> None:
-    spec = load_spec(sets=["distributed.num_machines=2", "distributed.processes_per_machine=8", "training.lr=1e-2"])
-    applied = STRATEGIES["single"].apply(spec)
+    draft = read_spec(sets=[*CLUSTER, "training.lr=1e-2"])
+    applied = STRATEGIES["single"].resolve(draft)
     assert (applied.num_processes, applied.training.lr) == (1, 1e-2)
-    assert spec.num_processes == 16
+    assert draft.resolve().num_processes == 16
 
 
 def test_strategies_without_overrides_leave_the_specification_alone() -> None:
-    spec = RunSpec()
-    assert STRATEGIES["ddp"].apply(spec) == STRATEGIES["fsdp"].apply(spec) == spec
+    assert STRATEGIES["ddp"].resolve(read_spec()) == STRATEGIES["fsdp"].resolve(read_spec()) == RunSpec()
+
+
+@pytest.mark.parametrize(
+    ("name", "sets", "world"),
+    [
+        ("fsdp_hybrid_shard", [], (1, 4)),
+        ("fsdp_hybrid_shard", ["distributed.processes_per_machine=8"], (1, 8)),
+        ("fsdp_hybrid_shard", ["distributed.num_machines=2"], (2, 2)),
+        ("fsdp1_hybrid_shard", [], (2, 2)),
+        ("fsdp1_hybrid_shard", ["distributed.processes_per_machine=1", "distributed.num_machines=3"], (3, 2)),
+        ("fsdp1_hybrid_shard", CLUSTER, (2, 8)),
+        ("fsdp_shard_grad_op", [], (1, 2)),
+    ],
+)
+def test_a_strategy_that_needs_more_processes_gets_them_and_says_so(
+    name: str, sets: list[str], world: tuple[int, int]
+) -> None:
+    draft = read_spec(sets=sets)
+    asked, distributed = draft.resolve().distributed, STRATEGIES[name].resolve(draft).distributed
+    assert (distributed.num_machines, distributed.processes_per_machine) == world
+    said = STRATEGIES[name].raised(draft)
+    if world == (asked.num_machines, asked.processes_per_machine):
+        assert said is None
+    else:
+        assert said == (
+            f"{name} needs more than {asked.num_machines} x {asked.processes_per_machine} processes: "
+            f"{world[0]} machines x {world[1]}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "means"),
+    [
+        ("fsdp1_full_shard", "fsdp.sharding_strategy=NO_SHARD", "fsdp.sharding_strategy=FULL_SHARD"),
+        ("fsdp_cpu_offload", "fsdp.cpu_offload=false", "fsdp.cpu_offload=true"),
+        ("fsdp_shard_grad_op", "fsdp.version=1", "fsdp.version=2"),
+        ("single", "distributed.processes_per_machine=2", "distributed.processes_per_machine=1"),
+    ],
+)
+def test_an_override_against_the_name_is_refused(name: str, entry: str, means: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        STRATEGIES[name].refuse_contradictions(["training.lr=1", entry])
+    assert str(caught.value).startswith(f"--set {entry}: {name} means {means} (")
+    agreeing = f"{means}"
+    STRATEGIES[name].refuse_contradictions(["training.lr=1", agreeing, "not an override"])
 
 
 def test_a_row_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         STRATEGIES["ddp"].name = "x"  # type: ignore[misc]
+    changeable: Any = STRATEGIES["single"].overrides
     with pytest.raises(TypeError):
-        STRATEGIES["single"].overrides["training.lr"] = 1  # type: ignore[index]
-
-
-def test_a_later_row_is_one_line() -> None:
-    row = Strategy("fsdp1_no_shard", Kind.FSDP, "s", {"fsdp.version": 1, "fsdp.sharding_strategy": "NO_SHARD"})
-    applied = row.apply(RunSpec())
-    assert (applied.fsdp.version, applied.fsdp.sharding_strategy) == (1, "NO_SHARD")
+        changeable["training.lr"] = 1
 
 
 def test_a_row_that_contradicts_the_specification_says_which() -> None:
     row = Strategy("broken", Kind.FSDP, "s", {"fsdp.sharding_strategy": "NO_SHARD"})
     with pytest.raises(SpecError, match="strategy broken: fsdp: NO_SHARD does not exist in FSDP version 2"):
-        row.apply(RunSpec())
+        row.resolve(read_spec())
+
+
+def test_the_wrap_of_a_row_follows_its_version_unless_it_was_given() -> None:
+    row = STRATEGIES["fsdp1_full_shard"]
+    assert row.resolve(read_spec()).fsdp.wrap == "size"
+    assert row.resolve(read_spec(sets=["fsdp.wrap=block"])).fsdp.wrap == "block"
+    assert load_spec().fsdp.wrap == "block"
 
 
 def test_find_strategy() -> None:

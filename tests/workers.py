@@ -20,7 +20,7 @@ from typing import Any
 
 from accel_parallel.accelerate_yaml import render_file
 from accel_parallel.metrics import by_step, read_lines
-from accel_parallel.spec import dump_spec, load_spec
+from accel_parallel.spec import dump_spec, read_spec
 from accel_parallel.strategies import STRATEGIES
 from tests import sabotage
 
@@ -163,7 +163,7 @@ def train(
     environment: dict[str, str] | None = None,
 ) -> Trained:
     """Train a specification under a strategy, as `accel-parallel launch` would, in forked workers."""
-    spec = load_spec(None, STRATEGIES[strategy].overrides, [f"distributed.processes_per_machine={world_size}", *sets])
+    spec = STRATEGIES[strategy].resolve(read_spec(None, [f"distributed.processes_per_machine={world_size}", *sets]))
     exported = {**launcher_environment(render_file(spec, STRATEGIES[strategy])), **(environment or {})}
     with tempfile.TemporaryDirectory() as status:
         spec_file = Path(status) / "spec.yaml"

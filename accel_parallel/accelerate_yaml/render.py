@@ -83,11 +83,22 @@ def _fsdp1(spec: RunSpec) -> Config:
 
 
 def _wrap(spec: RunSpec) -> Config:
-    if spec.fsdp.wrap == "size":
+    if spec.fsdp.wrap == "size" and largest_module(spec) >= smallest_unit(spec):
         return {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": spec.fsdp.min_num_params}
     if spec.fsdp.wrap == "block" and spec.model.shape.block_parameters >= spec.fsdp.min_num_params:
         return {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": BLOCK_CLASS}
     return {"fsdp_auto_wrap_policy": "NO_WRAP"}
+
+
+def largest_module(spec: RunSpec) -> int:
+    """Parameters of the largest module below the root: all blocks together, or the embedding."""
+    shape = spec.model.shape
+    return max(shape.num_layers * shape.block_parameters, spec.model.vocab_size * spec.model.hidden_dim)
+
+
+def smallest_unit(spec: RunSpec) -> int:
+    """Parameters that make a unit under SIZE_BASED_WRAP: the threshold in version 1, one more in version 2."""
+    return spec.fsdp.min_num_params + (spec.fsdp.version == 2)
 
 
 def _offload(spec: RunSpec) -> Config:
@@ -147,8 +158,7 @@ def _hybrid_problems(spec: RunSpec) -> list[tuple[str, str | None]]:
 def _tied_problems(spec: RunSpec) -> list[tuple[str, str | None]]:
     """A tied weight in two units fails in torch: version 1 on the first forward pass, version 2 while wrapping."""
     embedding, threshold = spec.model.vocab_size * spec.model.hidden_dim, spec.fsdp.min_num_params
-    # Version 1 wraps what is >= the threshold, version 2 what is > it.
-    if not spec.model.tie_embeddings or embedding < threshold + (spec.fsdp.version == 2):
+    if not spec.model.tie_embeddings or embedding < smallest_unit(spec):
         return []
     message = f"wrap: size with min_num_params {threshold:,} would make two units of the tied token_emb and head"
     return [(message, f"they have {embedding:,} parameters; raise the threshold, use wrap: block, or untie them")]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import yaml
 
-from accel_parallel.accelerate_yaml.render import Config, render
+from accel_parallel.accelerate_yaml.render import Config, largest_module, render, smallest_unit
 from accel_parallel.errors import LaunchError
 from accel_parallel.spec import RunSpec
 from accel_parallel.spec.dump import beside, scalar
@@ -71,6 +71,9 @@ def reasons(spec: RunSpec, config: Config) -> dict[str, str]:
         )
     elif policy == "NO_WRAP" and spec.fsdp.wrap == "block":
         found["fsdp_auto_wrap_policy"] = f"no inner units: a block has {block:,} < {threshold:,} parameters"
+    elif policy == "NO_WRAP" and spec.fsdp.wrap == "size":
+        largest = f"the largest module has {largest_module(spec):,} < {smallest_unit(spec):,} parameters"
+        found["fsdp_auto_wrap_policy"] = f"no inner units: {largest}"
     if "parallelism_config" in config:
         found["fsdp_reshard_after_forward"] = "HYBRID_SHARD: free gathered parameters after the forward pass"
     if spec.distributed.num_machines > 1 and spec.distributed.main_process_ip is None:

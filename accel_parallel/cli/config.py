@@ -1,18 +1,18 @@
 """`accel-parallel config`: the specification rendered to one Accelerate YAML file per strategy, or compared."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from accel_parallel.accelerate_yaml import GENERATED, render_file
 from accel_parallel.errors import Problem, RunError, SpecError
 from accel_parallel.files import write_atomic
-from accel_parallel.spec import RunSpec, dump_spec, find_spec, load_spec
+from accel_parallel.spec import Draft, RunSpec, dump_spec, find_spec, read_spec
 from accel_parallel.spec.load import DEFAULT_PATH
 from accel_parallel.strategies import CATALOGUE, Strategy
 
-State = Literal["written", "unchanged", "stale", "missing", "refused"]
+State = Literal["written", "unchanged", "stale", "missing", "refused", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class ConfigResult:
 
     @property
     def problems(self) -> list[Problem]:
-        return [problem for file in self.files for problem in file.problems]
+        found = [problem for file in self.files for problem in file.problems]
+        # What is wrong for all strategies is told by those that take the specification as it is.
+        return [problem for problem in found if problem.severity == "error"] or found
 
     @property
     def exit_code(self) -> int:
@@ -64,27 +66,34 @@ def write_configs(
     """Render every strategy to `<out>/<name>.yaml`; `out` is the specification's folder unless given.
 
     Without a specification anywhere, one with the defaults is written first. With `check` nothing is written.
-    A strategy that the specification does not allow is refused alone; the others are still written.
+    A strategy that the specification does not allow is refused alone; the others are still written. One that only
+    its name brings in conflict with the specification (four processes where the batch divides by two) is skipped.
     Raises SpecError when the specification itself is wrong, RunError when the folder cannot be written.
     """
     path = find_spec(spec_path)
-    spec = load_spec(path, sets=sets)
+    draft = read_spec(path, sets)
+    draft.resolve()
     folder = out or (path or DEFAULT_PATH).parent
     files: list[FileResult] = []
     if path is None:
         path = DEFAULT_PATH
-        files.append(_put(path, dump_spec(load_spec(), comments=True), check))
+        files.append(_put(path, dump_spec(RunSpec(), comments=True), check))
     files += [
-        _strategy_file(spec, strategy, folder / f"{strategy.name}.yaml", path.name, check) for strategy in CATALOGUE
+        _strategy_file(draft, strategy, folder / f"{strategy.name}.yaml", path.name, check) for strategy in CATALOGUE
     ]
     return ConfigResult(path, tuple(files))
 
 
-def _strategy_file(spec: RunSpec, strategy: Strategy, path: Path, source: str, check: bool) -> FileResult:
+def _strategy_file(draft: Draft, strategy: Strategy, path: Path, source: str, check: bool) -> FileResult:
     try:
-        text = render_file(strategy.apply(spec), strategy, source=source)
+        text = render_file(strategy.resolve(draft), strategy, source=source)
     except SpecError as error:
-        return FileResult(path, "refused", problems=tuple(error.problems))
+        if not strategy.pins_fsdp:
+            return FileResult(path, "refused", problems=tuple(error.problems))
+        there = path.exists()
+        hint = "what is there is of an earlier specification: remove it" if there else "nothing is written"
+        said = (replace(p, severity="warning", path=str(path), hint=hint) for p in error.problems)
+        return FileResult(path, "stale" if check and there else "skipped", problems=tuple(said))
     return _put(path, text, check)
 
 

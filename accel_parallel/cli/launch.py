@@ -11,7 +11,7 @@ from accel_parallel.files import write_atomic
 from accel_parallel.launch import LaunchPlan, check_machines, plan_launch, supervise
 from accel_parallel.metrics import read_lines
 from accel_parallel.runs import Run, newest_step, open_run
-from accel_parallel.spec import RunSpec, find_spec, load_spec
+from accel_parallel.spec import RunSpec, find_spec, read_spec
 from accel_parallel.strategies import Strategy, find_strategy
 from accel_parallel.summary import render_summary
 
@@ -78,7 +78,8 @@ def resolve(request: Request, strategy: Strategy) -> RunSpec:
     sets = list(request.sets)
     if request.num_processes is not None:
         sets.append(f"distributed.processes_per_machine={request.num_processes}")
-    return load_spec(find_spec(request.spec), strategy.overrides, sets)
+    strategy.refuse_contradictions(sets)
+    return strategy.resolve(read_spec(find_spec(request.spec), sets))
 
 
 def worker_arguments(request: Request) -> list[str]:

@@ -2,7 +2,7 @@
 
 from accel_parallel.spec.dump import dump_spec
 from accel_parallel.spec.fields import Destination
-from accel_parallel.spec.load import find_spec, load_spec, override_spec, parse_set
+from accel_parallel.spec.load import Draft, find_spec, load_spec, parse_set, read_spec
 from accel_parallel.spec.presets import PRESETS
 from accel_parallel.spec.run import RunSpec, destinations, lr_at
 from accel_parallel.spec.sections import Data, Model, Training
@@ -11,6 +11,7 @@ __all__ = [
     "PRESETS",
     "Data",
     "Destination",
+    "Draft",
     "Model",
     "RunSpec",
     "Training",
@@ -19,6 +20,6 @@ __all__ = [
     "find_spec",
     "load_spec",
     "lr_at",
-    "override_spec",
     "parse_set",
+    "read_spec",
 ]

@@ -5,6 +5,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,11 @@ from pydantic import BaseModel, ValidationError
 
 from accel_parallel.errors import Problem, SpecError
 from accel_parallel.spec.run import RunSpec
+from accel_parallel.spec.tree import Place, Places, Tree, parse, read_tree, shorten
 from accel_parallel.suggest import did_you_mean
 
 DEFAULT_PATH = Path("accelerate_configs/parallelism.yaml")
 ENVIRONMENT_VARIABLE = "ACCEL_PARALLEL_SPEC"
-MAX_BYTES = 100_000
-MAX_DEPTH = 20
-
-Place = tuple[str, int | None]
-Places = dict[tuple[str, ...], Place]
-Tree = dict[str, Any]
 
 
 def find_spec(explicit: Path | None = None) -> Path | None:
@@ -41,15 +37,31 @@ def find_spec(explicit: Path | None = None) -> Path | None:
     return DEFAULT_PATH if DEFAULT_PATH.is_file() else None
 
 
-def load_spec(
-    path: Path | None = None, overrides: Mapping[str, Any] | None = None, sets: Iterable[str] = ()
-) -> RunSpec:
-    """Merge file (or the defaults), dotted `overrides` of a strategy and `--set key=value` entries, in rising order.
+@dataclass(frozen=True)
+class Draft:
+    """A specification that has been read and not yet decided: a strategy may still change keys of it."""
 
-    Raises SpecError with one problem for everything that is wrong.
+    source: str
+    tree: Tree
+    places: Places
+    problems: tuple[Problem, ...] = ()
+
+    def resolve(self, overrides: Mapping[str, Any] | None = None, source: str = "strategy") -> RunSpec:
+        """The whole specification, dotted `overrides` winning. What follows from another key is worked out after them.
+
+        Raises SpecError with one problem for everything that is wrong.
+        """
+        tree, places = deepcopy(self.tree), dict(self.places)
+        _override(tree, places, overrides or {}, source)
+        return _validate(tree, places, self.source, list(self.problems))
+
+
+def read_spec(path: Path | None = None, sets: Iterable[str] = ()) -> Draft:
+    """File (or the defaults) and `--set key=value` entries, in rising order.
+
+    Raises SpecError if the file cannot be read at all; other problems are told by `Draft.resolve`, all at once.
     """
     tree, places, problems = read_tree(path) if path else ({}, {}, [])
-    _override(tree, places, overrides or {}, "strategy")
     for entry in sets:
         key, value, problem = parse_set(entry)
         if problem is None and not _put(tree, key, value):
@@ -58,18 +70,12 @@ def load_spec(
             problems.append(problem)
         else:
             places[tuple(key.split("."))] = (f"--set {key}", None)
-    return _validate(tree, places, str(path) if path else "defaults", problems)
+    return Draft(str(path) if path else "defaults", tree, places, tuple(problems))
 
 
-def override_spec(spec: RunSpec, overrides: Mapping[str, Any], source: str = "strategy") -> RunSpec:
-    """The same specification with dotted keys replaced, validated again.
-
-    Raises SpecError naming `source` when the result contradicts itself.
-    """
-    tree: Tree = spec.model_dump(mode="json")
-    places: Places = {}
-    _override(tree, places, overrides, source)
-    return _validate(tree, places, source, [])
+def load_spec(path: Path | None = None, sets: Iterable[str] = ()) -> RunSpec:
+    """`read_spec`, resolved as it stands. Raises SpecError with one problem for everything that is wrong."""
+    return read_spec(path, sets).resolve()
 
 
 def parse_set(entry: str) -> tuple[str, Any, Problem | None]:
@@ -80,97 +86,10 @@ def parse_set(entry: str) -> tuple[str, Any, Problem | None]:
         message = "an override is written section.key=value, for example training.lr=1e-3"
         return key, None, Problem(message, path=f"--set {shorten(entry)}")
     try:
-        return key, _parse(text)[0], None
-    except (
-        yaml.YAMLError,
-        RecursionError,
-        ValueError,
-        AttributeError,
-        LookupError,
-    ):  # the last two: !!tag without value
+        return key, parse(text)[0], None
+    # The last two: a !!tag without a value.
+    except (yaml.YAMLError, RecursionError, ValueError, AttributeError, LookupError):
         return key, None, Problem(f"{shorten(text)!r} is not a YAML value", path=f"--set {key}")
-
-
-def read_tree(path: Path) -> tuple[Tree, Places, list[Problem]]:
-    """The plain mapping in a YAML file, the line of every key, and the keys given twice.
-
-    Raises SpecError if the file cannot be read, is too large, is not YAML or not a mapping of sections.
-    """
-    try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise _refused(path, f"file has {size:,} bytes; a specification has at most {MAX_BYTES:,}")
-        tree, node = _parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _refused(path, f"cannot read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise _refused(path, "is not UTF-8 text") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else None
-        raise _refused(path, f"is not valid YAML: {error.problem}", line) from None
-    except (yaml.YAMLError, ValueError, AttributeError, LookupError) as error:
-        raise _refused(path, f"is not valid YAML: {shorten(str(error).partition(chr(10))[0], 200)}") from None
-    if tree is None:
-        return {}, {}, []
-    if not isinstance(tree, dict):
-        raise _refused(path, f"should hold sections such as training:, not a {type(tree).__name__}", 1)
-    places, problems = _places(node, str(path))
-    # An empty section (`ddp:`) means its defaults.
-    return {key: {} if value is None else value for key, value in tree.items()}, places, problems
-
-
-def shorten(text: str, width: int = 60) -> str:
-    """At most `width` characters of a user's text, for a message."""
-    return text if len(text) <= width else f"{text[: width - 3]}..."
-
-
-# The C parser where libyaml is there: ten times as fast.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-def _parse(text: str) -> tuple[Any, Any]:
-    """The value in one YAML document, and its node. Refuses aliases: with them few lines can stand for billions."""
-    depth = 0
-    event: Any
-    for event in yaml.parse(text, Loader=_Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        mark: Any = event.start_mark
-        if isinstance(event, yaml.AliasEvent):
-            problem = "an alias (*name) is used; write the value out"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
-        if depth > MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=mark)
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        return (None if node is None else loader.construct_document(node)), node
-    finally:
-        loader.dispose()
-
-
-def _refused(path: Path, message: str, line: int | None = None) -> SpecError:
-    return SpecError([Problem(message, code="spec-file", path=str(path), line=line)])
-
-
-def _places(node: Any, path: str) -> tuple[Places, list[Problem]]:
-    places: Places = {}
-    problems: list[Problem] = []
-
-    def note(mapping: Any, above: tuple[str, ...]) -> None:
-        for key, value in mapping.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            loc, line = (*above, key.value), key.start_mark.line + 1
-            if loc in places:
-                message = f"{'.'.join(loc)} is given twice; first in line {places[loc][1]}"
-                problems.append(Problem(message, code="spec-duplicate-key", path=path, line=line))
-            else:
-                places[loc] = (path, line)
-            if not above and isinstance(value, yaml.MappingNode):
-                note(value, loc)
-
-    note(node, ())
-    return places, problems
 
 
 def _override(tree: Tree, places: Places, overrides: Mapping[str, Any], source: str) -> None:
