@@ -9,7 +9,7 @@ def apply(name: str) -> None:
     from torch import distributed
 
     from accel_parallel.train.model import TransformerLM
-    from accel_parallel.train.runtime import arguments, cpu, process
+    from accel_parallel.train.runtime import arguments, cpu, join, process
 
     original_plugin = arguments.fsdp_plugin
 
@@ -34,18 +34,18 @@ def apply(name: str) -> None:
             os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
 
         cpu.prepare_environment = lose
-        arguments.fsdp_plugin = lambda asked, on_cpu: _without_precision(plugin(asked, on_cpu=on_cpu))
+        arguments.fsdp_plugin = lambda asked: _without_precision(plugin(asked))
     if name == "no process group":
         for key in ("RANK", "LOCAL_RANK"):
             os.environ.pop(key, None)
-        original_join = process._join
+        original_join = process.join
 
-        def alone(spec: Any, asked: Any, on_cpu: bool) -> None:
+        def alone(asked: Any, on_cpu: bool, options: Any) -> None:
             os.environ.pop("WORLD_SIZE", None)
-            original_join(spec, asked, on_cpu)
+            original_join(asked, on_cpu, options)
             assert not distributed.is_initialized()
 
-        process._join = alone
+        process.join = alone
 
     if name.startswith("not finite on rank"):
         rank, step = name.split()[4], int(name.split()[-1])
@@ -73,7 +73,7 @@ def apply(name: str) -> None:
 
         TokenData.fingerprint = property(lambda self: "other" if os.environ["RANK"] == "1" else "same")  # type: ignore[assignment]
     if name == "one accelerator":
-        process._accelerators = lambda: 1
+        join.accelerators = lambda: 1
 
 
 def _without_precision(plugin: Any) -> Any:

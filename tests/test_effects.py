@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from accel_parallel.asked import Asked
 from accel_parallel.spec import Destination, RunSpec, destinations, load_spec
-from accel_parallel.train.runtime import Asked
 from accel_parallel.train.runtime.arguments import (
     accelerator_arguments,
     model_flops_utilisation,
@@ -134,7 +134,7 @@ def test_a_key_for_accelerate_changes_its_arguments(key: str) -> None:
 
 
 def arguments(spec: RunSpec) -> dict[str, Any]:
-    made = accelerator_arguments(spec, ASKED, on_cpu=True)
+    made = accelerator_arguments(spec, ASKED)
     handlers = [dataclasses.asdict(handler) for handler in made["kwargs_handlers"]]
     plugin = dataclasses.asdict(made["gradient_accumulation_plugin"])
     return {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_parallel.train.runtime.asked import Asked, Parallelism
+from accel_parallel.asked import Asked, Parallelism
 from accel_parallel.train.runtime.check import mismatches
 from accel_parallel.train.runtime.observe import Observed, Original, clean_name
 from tests.workers import Trained, run_processes, train

@@ -14,7 +14,7 @@ from accel_parallel.spec import RunSpec, load_spec
 from accel_parallel.summary import render_summary
 
 SPEC = RunSpec()
-OTHER = load_spec(None, {}, ["training.lr=5e-4"])
+OTHER = load_spec(None, ["training.lr=5e-4"])
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_fresh_takes_the_next_number() -> None:
 
 def test_what_does_not_decide_the_numbers_may_change() -> None:
     open_run(SPEC, "fsdp")
-    changed = load_spec(None, {}, ["logging.every=1", "fsdp.min_num_params=2M", "distributed.processes_per_machine=4"])
+    changed = load_spec(None, ["logging.every=1", "fsdp.min_num_params=2M", "distributed.processes_per_machine=4"])
     assert open_run(changed, "fsdp").continues
 
 
@@ -162,7 +162,7 @@ def test_a_line_cut_off_by_a_kill_is_left_out() -> None:
 
 def test_mfu_of_a_published_run() -> None:
     """torchtitan, Llama 3.1 8B, 8 H100: 5,762 tokens/s per GPU are 33.7 % by 6N + 12 L H Q T at 989 TFLOP/s."""
-    spec = load_spec(None, {}, ["model.preset=llama3_8b"])
+    spec = load_spec(None, ["model.preset=llama3_8b"])
     flops = spec.model.shape.flops_per_token()
     # Ours leaves out the norms, which take no part in matrix products.
     assert flops == pytest.approx(6 * 7_504_924_672 + 12 * 32 * 32 * 128 * 8192, rel=1e-4)

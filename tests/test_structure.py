@@ -14,17 +14,19 @@ PACKAGE = Path(__file__).parent.parent / "accel_parallel"
 FLOORS = {
     "errors": 0, "suggest": 0, "files": 0, "arguments": 0, "metrics": 0, "shapes": 0, "hardware": 0,
     "spec": 1, "summary": 1,
-    "runs": 2, "strategies": 2,
-    "accelerate_yaml": 3,
+    "runs": 2, "strategies": 2, "asked": 2,
+    "accelerate_yaml": 3, "substitutions": 3,
     "launch": 4,
     "cli": 6, "__main__": 7,
-    "train/state": 2, "train/stop": 2, "train/model": 2, "train/data": 2, "train/runtime": 2, "train/optimize": 2,
-    "train/generate": 2, "train/agent": 2,
-    "train/checkpoint": 3, "train/meter": 3, "train/evaluate": 3, "train/prepare": 3,
-    "train/report": 4,
-    "train/loop": 5,
-    "train/session": 6,
-    "train/__main__": 7,
+    "train/state": 2, "train/model": 2, "train/data": 2, "train/optimize": 2, "train/generate": 2, "train/agent": 2,
+    "train/control": 2, "train/failure": 2, "train/reader": 2,
+    "train/status": 3, "train/prepare": 3,
+    "train/runtime": 4,
+    "train/checkpoint": 5, "train/meter": 5, "train/evaluate": 5, "train/probe": 5, "train/script": 5,
+    "train/report": 6,
+    "train/loop": 7,
+    "train/session": 8,
+    "train/__main__": 9,
 }  # fmt: skip
 STRATEGY_WORDS = re.compile(r"\b(fsdp|fsdp1|fsdp2|ddp|fullysharded\w*|distributeddataparallel)\b", re.IGNORECASE)
 HEAVY = {"torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "pyarrow", "tensorboard"}

@@ -67,17 +67,18 @@ def _context() -> Any:
 
 
 def run_processes(
-    function: Callable[..., Any], environment: dict[str, str], world_size: int, *args: Any
+    function: Callable[..., Any], environment: dict[str, str], world_size: int, *args: Any, machines: int = 1
 ) -> list[tuple[str, Any]]:
     """Call `function(*args)` in `world_size` processes of one job; ("ok", result) or ("error", traceback) per rank."""
     port = free_port()
     workers = []
+    local_size = world_size // machines
     for rank in range(world_size):
         world = {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(rank % local_size),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(local_size),
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(port),
         }
@@ -163,13 +164,17 @@ def train(
     environment: dict[str, str] | None = None,
 ) -> Trained:
     """Train a specification under a strategy, as `accel-parallel launch` would, in forked workers."""
-    spec = STRATEGIES[strategy].resolve(read_spec(None, [f"distributed.processes_per_machine={world_size}", *sets]))
+    per_machine = world_size // STRATEGIES[strategy].min_machines
+    spec = STRATEGIES[strategy].resolve(read_spec(None, [f"distributed.processes_per_machine={per_machine}", *sets]))
+    assert spec.num_processes == world_size, f"{strategy} cannot have {world_size} processes"
     exported = {**launcher_environment(render_file(spec, STRATEGIES[strategy])), **(environment or {})}
     with tempfile.TemporaryDirectory() as status:
         spec_file = Path(status) / "spec.yaml"
         spec_file.write_text(dump_spec(spec))
         arguments = ["--spec", str(spec_file), "--run", str(run), *argv]
-        results = run_processes(_worker, exported, world_size, arguments, status)
+        results = run_processes(
+            _worker, exported, world_size, arguments, status, machines=spec.distributed.num_machines
+        )
         crashes = [text for kind, text in results if kind == "error"]
         if crashes:
             raise AssertionError("\n".join(crashes))

@@ -10,6 +10,7 @@ from torch import nn
 
 from accel_parallel.runs import Run
 from accel_parallel.train.checkpoint import Checkpoints
+from accel_parallel.train.control import Control
 from accel_parallel.train.data import TokenData, TrainBatches, ValBatches
 from accel_parallel.train.evaluate import evaluate
 from accel_parallel.train.meter import Meter
@@ -18,7 +19,6 @@ from accel_parallel.train.optimize import build_optimizer, set_lr
 from accel_parallel.train.report import Reporter
 from accel_parallel.train.runtime import Runtime
 from accel_parallel.train.state import Due, TrainState
-from accel_parallel.train.stop import StopRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def train(
-    runtime: Runtime, data: TokenData, run: Run, reporter: Reporter, stop: StopRequest, *, stop_at: int | None = None
+    runtime: Runtime, data: TokenData, run: Run, reporter: Reporter, control: Control, *, stop_at: int | None = None
 ) -> Outcome:
     """Collective. Train from the newest checkpoint of `run` to the last step, or to `stop_at`.
 
@@ -58,6 +58,8 @@ def train(
 
     while not done:
         step = state.step + 1
+        control.begin(step)
+        stop_asked = runtime.agree(control.stop_asked)  # collective: every rank
         lr = set_lr(optimizer, step, spec.training)
         for tokens, labels in batches.step(state.samples):  # (B, T) each
             with accelerator.accumulate(model):
@@ -69,11 +71,9 @@ def train(
         optimizer.zero_grad()
         state = state.advance(spec)
 
-        due = Due.after(step, last_step, spec)
+        due = Due.after(step, last_step, spec).with_stop(stop_asked())
         if due.report:
-            reading = meter.read(bool(stop))  # collective: every rank
-            due = due.with_stop(reading.stop)
-            reporter.train(state, reading, lr)
+            reporter.train(state, meter.read(), lr)  # collective: every rank
         if due.evaluate:
             val_loss = evaluate(runtime, model, held_out)  # collective: every rank
             reporter.evaluation(state, val_loss)

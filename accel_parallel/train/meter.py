@@ -18,7 +18,6 @@ class Reading:
 
     loss: float
     grad_norm: float
-    stop: bool
     step_seconds: float
     tokens_per_sec: float
     mfu: float | None
@@ -61,7 +60,7 @@ class Meter:
         self._bad_gradient = first_bad(self._bad_gradient, self._grad_norm, step)
         self._steps += 1
 
-    def read(self, stop: bool) -> Reading:
+    def read(self) -> Reading:
         """Collective, and the only wait for the device. Numbers of the latest step, averaged over the processes.
 
         Raises TrainingError on every process when a loss or gradient was not finite on any, with its step and rank.
@@ -69,7 +68,6 @@ class Meter:
         spec = self._runtime.spec
         mean_loss = self._loss.double() / spec.training.grad_accum_steps
         mine = torch.stack([mean_loss, self._grad_norm.double(), self._bad_loss, self._bad_gradient])
-        mine = torch.cat([mine, torch.tensor([float(stop)], dtype=torch.float64, device=mine.device)])
         rows = self._runtime.gather(mine).tolist()
         steps, seconds = self._steps, time.perf_counter() - self._started
         refuse_bad(rows)
@@ -79,7 +77,6 @@ class Meter:
         return Reading(
             loss=sum(row[0] for row in rows) / len(rows),
             grad_norm=rows[0][1],
-            stop=any(row[4] for row in rows),
             step_seconds=seconds / steps,
             tokens_per_sec=tokens_per_sec,
             mfu=self._runtime.mfu(tokens_per_sec),

@@ -110,7 +110,6 @@ class Reporter:
 
     def train(self, state: TrainState, reading: Reading, lr: float) -> None:
         values = {"step": state.step, "tokens": state.tokens, "lr": lr, **asdict(reading)}
-        del values["stop"]
         self.line("train", values)
         numbers = (
             f"loss {reading.loss:.4f}  lr {lr:.2e}  "

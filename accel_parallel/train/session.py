@@ -13,13 +13,13 @@ from accel_parallel.metrics import to_line
 from accel_parallel.runs import Run, complete_checkpoints, damaged_checkpoints, open_run
 from accel_parallel.spec import RunSpec
 from accel_parallel.train.checkpoint import VERSIONS
+from accel_parallel.train.control import Control
 from accel_parallel.train.data import TokenData, prepare
 from accel_parallel.train.generate import generate
 from accel_parallel.train.loop import Outcome, train
 from accel_parallel.train.meter import peak_memory_gib
 from accel_parallel.train.report import Reporter
 from accel_parallel.train.runtime import Runtime, describe, local_rank
-from accel_parallel.train.stop import StopRequest
 
 SAMPLE_PROMPT_TOKENS = 24
 SAMPLE_TOKENS = 48
@@ -38,7 +38,7 @@ class Options:
     stop_at: int | None = None
 
 
-def run_session(spec: RunSpec, options: Options, stop: StopRequest) -> dict[str, Any] | None:
+def run_session(spec: RunSpec, options: Options, control: Control) -> dict[str, Any] | None:
     """Collective. Train as the launcher's environment says; the summary on the main process, None on the others."""
     say = _say if int(os.environ.get("RANK", "0")) == 0 else _silent
     # On each machine the first process prepares, and one of those that wait says so.
@@ -57,7 +57,7 @@ def run_session(spec: RunSpec, options: Options, stop: StopRequest) -> dict[str,
     say(f"{model.total_parameters:,} parameters, {runtime.spec.tokens_per_step:,} tokens a step, the first is slow")
     with tracking(runtime, data, run) as reporter:
         try:
-            outcome = train(runtime, data, run, reporter, stop, stop_at=options.stop_at)
+            outcome = train(runtime, data, run, reporter, control, stop_at=options.stop_at)
         except TrainingError as error:
             raise TrainingError(error.message, hint=way_back(error, run)) from None
         summary = summarize(runtime, data, run, outcome, reporter)

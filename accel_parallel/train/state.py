@@ -43,8 +43,8 @@ class Due:
         return cls(report=report, evaluate=evaluate, save=save, stop=stop)
 
     def with_stop(self, asked: bool) -> Self:
-        """Stop after this step because somebody asked: saved at once, evaluated when that is done."""
-        return replace(self, evaluate=False, save=True, stop=True) if asked else self
+        """Stop after this step because somebody asked: looked at and saved at once, evaluated when that is done."""
+        return replace(self, report=True, evaluate=False, save=True, stop=True) if asked else self
 
 
 def _every(step: int, every: int) -> bool:

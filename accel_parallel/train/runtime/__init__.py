@@ -3,7 +3,6 @@
 The only package that knows how Accelerate behaves; the loop sees devices, collectives and a model, never a strategy.
 """
 
-from accel_parallel.train.runtime.asked import Asked, Parallelism
 from accel_parallel.train.runtime.process import Runtime, describe, local_rank
 
-__all__ = ["Asked", "Parallelism", "Runtime", "describe", "local_rank"]
+__all__ = ["Runtime", "describe", "local_rank"]

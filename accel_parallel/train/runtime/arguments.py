@@ -6,66 +6,12 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from accel_parallel.errors import Problem, SpecError
+from accel_parallel.asked import Asked, Parallelism
 from accel_parallel.hardware import ACCELERATORS
 from accel_parallel.metrics import mfu
 from accel_parallel.spec import RunSpec
-from accel_parallel.train.runtime.asked import Asked, Parallelism
-
-
-def adapt_spec(spec: RunSpec, asked: Asked) -> RunSpec:
-    """The specification with what the launch really asked for: its world, precision and sharding. The YAML decides.
-
-    Raises SpecError if the batch does not divide, or if the launch asks for what this loop does not do.
-    """
-    if asked.mixed_precision not in ("no", "bf16"):
-        message = f"mixed_precision {asked.mixed_precision} in the accelerate YAML: this loop trains with no or bf16"
-        raise SpecError([Problem(message, code="spec-precision")])
-    if asked.activation_checkpointing and spec.model.activation_checkpointing != "none":
-        message = (
-            "activation checkpointing is asked for twice: model.activation_checkpointing "
-            f"{spec.model.activation_checkpointing} and fsdp_activation_checkpointing in the YAML; keep one"
-        )
-        raise SpecError([Problem(message, code="spec-checkpointing")])
-    changes: dict[str, Any] = {
-        "distributed": spec.distributed.model_copy(
-            update={
-                "num_machines": asked.num_machines,
-                "processes_per_machine": asked.local_world_size,
-                "mixed_precision": asked.mixed_precision,
-            }
-        )
-    }
-    if asked.fsdp:
-        changes["fsdp"] = spec.fsdp.model_copy(update=asked_sharding(asked))
-    spec = spec.model_copy(update=changes)
-    problem = spec.batch_problem()
-    if problem:
-        raise SpecError([Problem(problem, code="spec-batch")])
-    return spec
-
-
-def asked_sharding(asked: Asked) -> dict[str, Any]:
-    """The keys of the specification's fsdp section that the launch's environment decides."""
-    return {
-        "version": 2 if asked.parallelism is Parallelism.FSDP2 else 1,
-        "sharding_strategy": asked.sharding_strategy,
-        "cpu_offload": asked.cpu_offload,
-    }
-
-
-def overruled(spec: RunSpec, asked: Asked) -> list[str]:
-    """One line for each key of the specification that the accelerate YAML overrules: it was edited, or the YAML was."""
-    if not asked.fsdp:
-        return []
-    return [
-        f"fsdp.{key} is {getattr(spec.fsdp, key)} in the specification, {value} in the accelerate YAML, which decides; "
-        "`accel-parallel config` brings it up to date"
-        for key, value in asked_sharding(asked).items()
-        if getattr(spec.fsdp, key) != value
-    ]
 
 
 def model_flops_utilisation(spec: RunSpec, tokens_per_sec: float, num_processes: int) -> float:
@@ -74,7 +20,7 @@ def model_flops_utilisation(spec: RunSpec, tokens_per_sec: float, num_processes:
     return mfu(tokens_per_sec, spec.model.shape.flops_per_token(), peak, num_processes)
 
 
-def accelerator_arguments(spec: RunSpec, asked: Asked, *, on_cpu: bool) -> dict[str, Any]:
+def accelerator_arguments(spec: RunSpec, asked: Asked) -> dict[str, Any]:
     """What `Accelerator` is told besides the launcher's environment."""
     arguments: dict[str, Any] = {
         "kwargs_handlers": [
@@ -91,11 +37,11 @@ def accelerator_arguments(spec: RunSpec, asked: Asked, *, on_cpu: bool) -> dict[
         ),
     }
     if asked.fsdp:
-        arguments["fsdp_plugin"] = fsdp_plugin(asked, on_cpu=on_cpu)
+        arguments["fsdp_plugin"] = fsdp_plugin(asked)
     return arguments
 
 
-def fsdp_plugin(asked: Asked, *, on_cpu: bool) -> FullyShardedDataParallelPlugin:
+def fsdp_plugin(asked: Asked) -> FullyShardedDataParallelPlugin:
     """Accelerate's plugin from the environment, with gradients reduced in float32.
 
     Accelerate's own bf16 policy reduces gradients in bf16 and, in version 2, casts the returned loss to bf16
@@ -108,9 +54,6 @@ def fsdp_plugin(asked: Asked, *, on_cpu: bool) -> FullyShardedDataParallelPlugin
             if asked.parallelism is Parallelism.FSDP2
             else MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         )
-    if on_cpu and asked.cpu_offload:
-        version2 = asked.parallelism is Parallelism.FSDP2
-        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False) if version2 else CPUOffload(offload_params=False)
     return plugin
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from accel_parallel.asked import Asked
 from accel_parallel.errors import MismatchError
-from accel_parallel.train.runtime.asked import Asked
 from accel_parallel.train.runtime.observe import Observed, Original
 
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,57 +1,22 @@
-"""Running the launch really sharded on CPU processes, and saying what differs from the GPU run.
+"""Running the launch really sharded on CPU processes, in the project's loop or in any script.
 
-Accelerate honours FSDP only on accelerators: on a machine without one it would train independent copies.
-A substitution is something a CPU cannot do and that does not change what is learned; it is reported, in one
-line each, and never hides a mismatch.
+Accelerate honours FSDP only on accelerators: on a machine without one it would train independent copies. What is
+done differently is in the table of `substitutions`; a function here is one of its rows, or keeps torch from failing.
 """
 
+import contextlib
+import functools
 import os
-from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, MutableMapping
+from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 
-from accel_parallel.train.runtime.asked import Asked, Parallelism
-
-
-@dataclass(frozen=True, slots=True)
-class Substitution:
-    """`key` was asked to be `asked` and is `got` in this process, for this reason."""
-
-    key: str
-    asked: str
-    got: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.asked} -> {self.got} ({self.reason})"
-
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
-
-
-def substitutions(
-    asked: Asked, backend: str, keep_precision: bool, env: Mapping[str, str] = os.environ
-) -> list[Substitution]:
-    """Everything this launch gets differently because it runs on CPUs. Call before `prepare_environment`."""
-    found = [Substitution("device", "accelerator", "cpu", "no accelerator is used")]
-    if backend != "gloo" and asked.world_size > 1:
-        found.append(Substitution("distributed.backend", "nccl", "gloo", "NCCL needs GPUs"))
-    if asked.mixed_precision != "no" and not keep_precision:
-        reason = "16-bit products are emulated on CPUs without bf16 units; --keep-precision keeps it"
-        found.append(Substitution("mixed_precision", asked.mixed_precision, "no", reason))
-    if asked.parallelism is Parallelism.FSDP1:
-        reason = "version 1 needs a device for it; every process initialises the same weights instead"
-        for key in ("fsdp_sync_module_states", "fsdp_cpu_ram_efficient_loading"):
-            if env.get(key.upper(), "false").lower() == "true":
-                found.append(Substitution(key, "true", "false", reason))
-    if asked.cpu_offload and asked.parallelism is Parallelism.FSDP2:
-        found.append(Substitution("fsdp_offload_params", "pinned", "unpinned", "pinned memory needs a device"))
-    if asked.cpu_offload and asked.parallelism is Parallelism.FSDP1:
-        reason = "version 1 offloads from a device; everything is in host memory anyway"
-        found.append(Substitution("fsdp_offload_params", "true", "false", reason))
-    return found
+from accel_parallel.asked import Asked, Parallelism
 
 
 def prepare_environment(asked: Asked, keep_precision: bool, env: MutableMapping[str, str] = os.environ) -> None:
@@ -66,6 +31,18 @@ def prepare_environment(asked: Asked, keep_precision: bool, env: MutableMapping[
         env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
+def make_fsdp_work(asked: Asked) -> None:
+    """Collective. Let Accelerate and torch build FSDP on this CPU process; call once the process group exists."""
+    if not asked.fsdp:
+        return
+    promote_to_fsdp()
+    offload_without_a_device()
+    if asked.parallelism is Parallelism.FSDP1:
+        FlatParamHandle.to_cpu = _stay  # type: ignore[method-assign,assignment]
+        if asked.sharding_strategy.startswith("HYBRID_SHARD"):
+            shard_inside_machines(asked)
+
+
 def promote_to_fsdp() -> None:
     """Let the CPU process state pass for an accelerator's, so that Accelerate applies its FSDP plugin.
 
@@ -75,6 +52,46 @@ def promote_to_fsdp() -> None:
     from accelerate import PartialState
 
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def offload_without_a_device() -> None:
+    """Every plugin from now on, a script's own too, offloads without pinned memory (version 2) or not at all (1)."""
+    original = FullyShardedDataParallelPlugin.__post_init__
+
+    @functools.wraps(original)
+    def post_init(plugin: FullyShardedDataParallelPlugin) -> None:
+        original(plugin)
+        # The policy that does not offload is an object too, and true.
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+        elif isinstance(plugin.cpu_offload, CPUOffload):
+            plugin.cpu_offload = CPUOffload(offload_params=False)
+
+    FullyShardedDataParallelPlugin.__post_init__ = post_init
+
+
+def shard_inside_machines(asked: Asked) -> None:
+    """Collective. Give version 1's hybrid sharding the machines of the launch.
+
+    Left alone, it takes the CPU for the only device of a machine, shards over one process and averages no gradients
+    (torch 2.13).
+    """
+    mesh = init_device_mesh("cpu", (asked.num_machines, asked.local_world_size), mesh_dim_names=("replicate", "shard"))
+    original = FullyShardedDataParallel.__init__
+
+    @functools.wraps(original)
+    def init(self: FullyShardedDataParallel, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not args and kwargs.get("process_group") is None and kwargs.get("device_mesh") is None:
+            kwargs["device_mesh"] = mesh
+        original(self, module, *args, **kwargs)
+
+    FullyShardedDataParallel.__init__ = init  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _stay(handle: FlatParamHandle) -> Iterator[None]:
+    """Where everything is on the CPU, version 1's move there for a full state dict frees what it then reads."""
+    yield
 
 
 def use_all_cores(local_world_size: int, env: MutableMapping[str, str] = os.environ) -> None:

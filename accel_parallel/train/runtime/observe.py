@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_parallel.train.runtime.asked import Parallelism
+from accel_parallel.asked import Parallelism
 
 
 @dataclass(frozen=True, slots=True)

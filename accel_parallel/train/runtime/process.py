@@ -1,22 +1,25 @@
 """The processes of one launch: joining them, preparing the model, and what they tell each other."""
 
 import os
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.tracking import filter_trackers
 from accelerate.utils import broadcast_object_list, gather_object
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from accel_parallel.errors import LaunchError, MismatchError
+from accel_parallel.asked import Asked, adapt_spec, overruled
+from accel_parallel.errors import MismatchError
 from accel_parallel.spec import RunSpec
-from accel_parallel.train.runtime import arguments, cpu
-from accel_parallel.train.runtime.asked import Asked
+from accel_parallel.substitutions import Substitution
+from accel_parallel.train.runtime import arguments
 from accel_parallel.train.runtime.check import check, world_mismatch
+from accel_parallel.train.runtime.join import enter, join
 from accel_parallel.train.runtime.observe import Observed, Original, observe, watch
 
 T = TypeVar("T")
@@ -34,9 +37,10 @@ class Runtime:
     accelerator: Accelerator
     asked: Asked
     spec: RunSpec
-    substitutions: list[cpu.Substitution]
+    substitutions: list[Substitution]
     overruled: list[str]
     observed: Observed | None = field(default=None, init=False)
+    side_group: distributed.ProcessGroup | None = field(default=None, init=False)
 
     @classmethod
     def start(cls, spec: RunSpec, *, force_cpu: bool = False, keep_precision: bool = False) -> "Runtime":
@@ -46,30 +50,25 @@ class Runtime:
         Raises LaunchError with fewer accelerators than processes, SpecError if the batch does not divide.
         """
         asked = Asked.from_environment(os.environ)
-        overruled = arguments.overruled(spec, asked)
-        spec = arguments.adapt_spec(spec, asked)
-        on_cpu = force_cpu or _accelerators() == 0
-        changed: list[cpu.Substitution] = []
-        if on_cpu:
-            changed = cpu.substitutions(asked, spec.distributed.backend, keep_precision)
-            cpu.prepare_environment(asked, keep_precision)
-            cpu.use_all_cores(asked.local_world_size)
-        elif asked.local_world_size > _accelerators():
-            raise LaunchError(
-                f"{asked.local_world_size} processes on this machine, accelerators: {_accelerators()}",
-                hint="lower distributed.processes_per_machine (or --num-processes), or run on CPU with --cpu",
-            )
+        differs = overruled(spec, asked)
+        spec = adapt_spec(spec, asked)
+        changed = enter(asked, backend=spec.distributed.backend, force_cpu=force_cpu, keep_precision=keep_precision)
         if spec.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        _join(spec, asked, on_cpu)
-        runtime = cls(
-            Accelerator(**arguments.accelerator_arguments(spec, asked, on_cpu=on_cpu)), asked, spec, changed, overruled
-        )
+        on_cpu = changed is not None
+        accelerator = None if on_cpu else torch.accelerator.current_accelerator()
+        options = arguments.process_group_options(spec, asked, device_type=accelerator.type if accelerator else "cpu")
+        join(asked, on_cpu, options)
+        runtime = cls(Accelerator(**arguments.accelerator_arguments(spec, asked)), asked, spec, changed or [], differs)
         _NEVER_FREED.append(runtime)
         # Before anything is shared: processes that do not know each other would all be the main one.
         if runtime.world_size != asked.world_size:
             raise MismatchError(world_mismatch(asked.world_size, runtime.world_size))
+        if asked.world_size > 1:
+            # Small things are agreed on beside the model's own collectives, and never wait for the device.
+            timeout = timedelta(minutes=spec.distributed.timeout_minutes)
+            runtime.side_group = distributed.new_group(backend="gloo", timeout=timeout)
         return runtime
 
     @property
@@ -139,6 +138,22 @@ class Runtime:
         """Collective. The main process's object, on every process."""
         return broadcast_object_list([value])[0] if self.world_size > 1 else value
 
+    def agree(self, ask: Callable[[], bool]) -> Callable[[], bool]:
+        """Collective. Start to ask every process. Calling the result waits: whether any of them said yes.
+
+        What is computed in between hides the time that it takes.
+        """
+        if self.world_size == 1:
+            return ask
+        said = torch.tensor([ask()], dtype=torch.int32)
+        work = distributed.all_reduce(said, op=distributed.ReduceOp.MAX, group=self.side_group, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return bool(said)
+
+        return answer
+
     def mfu(self, tokens_per_sec: float) -> float | None:
         """Model FLOPs utilisation, a fraction of the peak of `hardware.accelerator`; none on CPU."""
         if self.device.type == "cpu":
@@ -161,23 +176,6 @@ class Runtime:
         """Close the trackers. The process group stays until the process ends."""
         for tracker in self.accelerator.trackers:
             tracker.finish()
-
-
-def _join(spec: RunSpec, asked: Asked, on_cpu: bool) -> None:
-    """Create Accelerate's process state, and with it the process group."""
-    accelerator = None if on_cpu else torch.accelerator.current_accelerator()
-    options = arguments.process_group_options(spec, asked, device_type=accelerator.type if accelerator else "cpu")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
-        PartialState(cpu=on_cpu, **options)
-    if on_cpu and asked.fsdp:
-        cpu.promote_to_fsdp()
-
-
-def _accelerators() -> int:
-    """Accelerators of this machine that can be trained on; Apple's has no float64 and no collectives."""
-    current = torch.accelerator.current_accelerator()
-    return 0 if current is None or current.type == "mps" else torch.accelerator.device_count()
 
 
 def local_rank() -> int:

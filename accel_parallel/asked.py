@@ -6,7 +6,10 @@ Variable names: accelerate/utils/launch.py, `prepare_multi_gpu_env` (1.15), and 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
+
+from accel_parallel.errors import Problem, SpecError
+from accel_parallel.spec import RunSpec
 
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
@@ -82,6 +85,59 @@ class Asked:
             activation_checkpointing=fsdp and _true(env.get("FSDP_ACTIVATION_CHECKPOINTING")),
             contradiction=_contradiction(env, strategy) if fsdp else None,
         )
+
+
+def adapt_spec(spec: RunSpec, asked: Asked) -> RunSpec:
+    """The specification with what the launch really asked for: its world, precision and sharding. The YAML decides.
+
+    Raises SpecError if the batch does not divide, or if the launch asks for what this loop does not do.
+    """
+    if asked.mixed_precision not in ("no", "bf16"):
+        message = f"mixed_precision {asked.mixed_precision} in the accelerate YAML: this loop trains with no or bf16"
+        raise SpecError([Problem(message, code="spec-precision")])
+    if asked.activation_checkpointing and spec.model.activation_checkpointing != "none":
+        message = (
+            "activation checkpointing is asked for twice: model.activation_checkpointing "
+            f"{spec.model.activation_checkpointing} and fsdp_activation_checkpointing in the YAML; keep one"
+        )
+        raise SpecError([Problem(message, code="spec-checkpointing")])
+    changes: dict[str, Any] = {
+        "distributed": spec.distributed.model_copy(
+            update={
+                "num_machines": asked.num_machines,
+                "processes_per_machine": asked.local_world_size,
+                "mixed_precision": asked.mixed_precision,
+            }
+        )
+    }
+    if asked.fsdp:
+        changes["fsdp"] = spec.fsdp.model_copy(update=_sharding(asked))
+    spec = spec.model_copy(update=changes)
+    problem = spec.batch_problem()
+    if problem:
+        raise SpecError([Problem(problem, code="spec-batch")])
+    return spec
+
+
+def _sharding(asked: Asked) -> dict[str, Any]:
+    """The keys of the specification's fsdp section that the launch's environment decides."""
+    return {
+        "version": 2 if asked.parallelism is Parallelism.FSDP2 else 1,
+        "sharding_strategy": asked.sharding_strategy,
+        "cpu_offload": asked.cpu_offload,
+    }
+
+
+def overruled(spec: RunSpec, asked: Asked) -> list[str]:
+    """One line for each key of the specification that the accelerate YAML overrules: it was edited, or the YAML was."""
+    if not asked.fsdp:
+        return []
+    return [
+        f"fsdp.{key} is {getattr(spec.fsdp, key)} in the specification, {value} in the accelerate YAML, which decides; "
+        "`accel-parallel config` brings it up to date"
+        for key, value in _sharding(asked).items()
+        if getattr(spec.fsdp, key) != value
+    ]
 
 
 def _true(value: str | None) -> bool:

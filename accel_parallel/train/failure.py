@@ -1,0 +1,40 @@
+"""What went wrong in a worker, as one line: the causes that have a remedy, and those that are only consequences."""
+
+import re
+
+from accel_parallel.errors import AccelParallelError, Problem, TrainingError
+
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+_ASKED_FOR = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+# gloo's words when the process at the other end is gone (gloo/transport/tcp), and NCCL's watchdog's.
+_PEER_LOST = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|remote process exited"
+)
+
+
+def explain(error: Exception, rank: int, step: int) -> AccelParallelError | None:
+    """The error to show instead of `error`, if its cause is known. `step` is 0 before the first."""
+    if is_out_of_memory(error):
+        asked = _ASKED_FOR.search(str(error))
+        message = f"out of memory {where(rank, step)}" + (f": tried to allocate {asked[1]}" if asked else "")
+        hint = "lower training.batch_size or raise training.grad_accum_steps, model.activation_checkpointing: block"
+        return TrainingError(message, hint=hint, step=step)
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of an accelerator or of the host."""
+    # torch's errors are RuntimeErrors.
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+
+
+def crash(error: BaseException, rank: int, step: int) -> Problem:
+    """The line of an error that nobody expected. One that only says that another process has gone is marked."""
+    text = str(error).strip().splitlines()
+    if isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)):
+        return Problem(f"lost the connection to another process {where(rank, step)}", code="peer-lost")
+    return Problem(f"{type(error).__name__}: {text[0] if text else 'no message'} ({where(rank, step)})", code="crash")
+
+
+def where(rank: int, step: int) -> str:
+    return f"on rank {rank} at step {step}" if step else f"on rank {rank} before the first step"

@@ -1,0 +1,53 @@
+"""Joining the other processes of a launch, on accelerators or on CPUs, before anything of Accelerate exists."""
+
+import os
+import warnings
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from accel_parallel.asked import Asked
+from accel_parallel.errors import LaunchError, MismatchError
+from accel_parallel.substitutions import Substitution, substitutions
+from accel_parallel.train.runtime import cpu
+from accel_parallel.train.runtime.check import world_mismatch
+
+PROMISED_PROCESSES = "ACCEL_PARALLEL_NUM_PROCESSES"
+"""How many processes the launch was to have: what Accelerate or torchrun starts can be fewer, silently."""
+
+
+def enter(asked: Asked, *, backend: str = "auto", force_cpu: bool, keep_precision: bool) -> list[Substitution] | None:
+    """Make this process ready for the launch; the substitutions if it runs on CPUs, else None.
+
+    Raises LaunchError with fewer accelerators than processes, MismatchError with fewer processes than were promised.
+    """
+    promised = os.environ.get(PROMISED_PROCESSES, "")
+    if promised.isdigit() and int(promised) != asked.world_size:
+        raise MismatchError(world_mismatch(int(promised), asked.world_size), hint=f"or unset {PROMISED_PROCESSES}")
+    if force_cpu or accelerators() == 0:
+        changed = substitutions(asked, backend, keep_precision)
+        cpu.prepare_environment(asked, keep_precision)
+        cpu.use_all_cores(asked.local_world_size)
+        return changed
+    if asked.local_world_size > accelerators():
+        raise LaunchError(
+            f"{asked.local_world_size} processes on this machine, accelerators: {accelerators()}",
+            hint="lower distributed.processes_per_machine (or --num-processes), or run on CPU with --cpu",
+        )
+    return None
+
+
+def join(asked: Asked, on_cpu: bool, options: dict[str, Any]) -> None:
+    """Collective. Create Accelerate's process state, and with it the process group, told `options`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
+        PartialState(cpu=on_cpu, **options)
+    if on_cpu:
+        cpu.make_fsdp_work(asked)
+
+
+def accelerators() -> int:
+    """Accelerators of this machine that can be trained on; Apple's has no float64 and no collectives."""
+    current = torch.accelerator.current_accelerator()
+    return 0 if current is None or current.type == "mps" else torch.accelerator.device_count()

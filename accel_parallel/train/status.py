@@ -1,0 +1,96 @@
+"""How a worker tells its end: in a directory that our launcher reads, or else on the terminal."""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from accel_parallel.errors import AccelParallelError, Problem, of_the_system
+from accel_parallel.files import write_atomic
+from accel_parallel.summary import render_summary
+from accel_parallel.train.agent import die_with_parent
+from accel_parallel.train.control import Control
+from accel_parallel.train.failure import crash, explain
+
+
+class Status:
+    """One process's way to tell how it ended. `directory` is our launcher's, None under any other."""
+
+    def __init__(self, directory: Path | None) -> None:
+        rank = os.environ.get("RANK", "0")
+        self._rank = int(rank) if rank.isdigit() else 0
+        self._directory = directory
+        self.control = Control(directory, self._rank)
+
+    def run(self, body: Callable[[], dict[str, Any] | None]) -> int:
+        """Call `body`, tell its summary or what went wrong, and return the exit code of this process."""
+        try:
+            summary = body()
+        except AccelParallelError as error:
+            return self.failed(error.exit_code, error.problems)
+        except KeyboardInterrupt:
+            return 130
+        except Exception as error:
+            if isinstance(error, OSError) and error.filename:
+                return self.failed(2, of_the_system(error).problems)
+            return self.crashed(error)
+        if summary is not None:
+            self.finished(summary)
+        return 0
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        if self._directory:
+            self._write("summary.json", summary)
+        else:
+            print(render_summary(summary))  # noqa: T201
+
+    def crashed(self, error: Exception) -> int:
+        known = explain(error, self._rank, self.control.step)
+        if known is not None:
+            return self.failed(known.exit_code, known.problems)
+        return self.failed(1, [crash(error, self._rank, self.control.step)], traceback.format_exc())
+
+    def failed(self, exit_code: int, problems: list[Problem], trace: str | None = None) -> int:
+        if self._directory:
+            error = {
+                "rank": self._rank,
+                "exit_code": exit_code,
+                "problems": [problem.to_dict() for problem in problems],
+                "traceback": trace,
+                "time": time.time(),
+            }
+            self._write(f"error-{self._rank}.json", error)
+            return exit_code
+        if self._rank:
+            # When all ranks fail of the same cause, the launcher ends this one before it repeats the main one's words.
+            time.sleep(2)
+        for problem in problems:
+            print(f"error: {problem}", file=sys.stderr, flush=True)  # noqa: T201
+        if trace:
+            print(trace, file=sys.stderr, flush=True)  # noqa: T201
+        return exit_code
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        assert self._directory is not None
+        write_atomic(self._directory / name, json.dumps(content))
+
+
+def end_process(code: int) -> None:
+    """End this process with what it printed. Not sys.exit: see `_NEVER_FREED` in the runtime."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the launcher was started with it closed
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+def open_status(directory: Path | None) -> Status:
+    """The status of this process, which from now on dies with the launcher that reads it."""
+    if directory is not None:
+        die_with_parent(signal.SIGKILL)
+    return Status(directory)
