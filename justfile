@@ -58,6 +58,36 @@ fsdp1_hybrid_shard *args:
 fsdp1_cpu_offload *args:
     accel-parallel launch fsdp1_cpu_offload {{args}}
 
+# DDP started by torchrun: the environment carries the strategy.
+[group('other launchers')]
+torchrun-ddp *args:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    eval "$(accel-parallel launch ddp --print-env)"
+    torchrun --standalone --nproc_per_node "$ACCEL_PARALLEL_NUM_PROCESSES" -m accel_parallel.train {{args}}
+
+# FSDP started by torchrun: the environment carries the strategy.
+[group('other launchers')]
+torchrun-fsdp *args:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    eval "$(accel-parallel launch fsdp --print-env)"
+    torchrun --standalone --nproc_per_node "$ACCEL_PARALLEL_NUM_PROCESSES" -m accel_parallel.train {{args}}
+
+# Two "machines" of one process each (fsdp1_hybrid_shard: two) on this host, from one specification.
+[group('other launchers')]
+two-machines strategy *args:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    port=$(python3 -c "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])")
+    run=runs/{{strategy}}-two-machines
+    options=(--set distributed.num_machines=2 --set distributed.main_process_ip=127.0.0.1
+             --set distributed.main_process_port="$port" --run "$run")
+    [ {{strategy}} = fsdp1_hybrid_shard ] || options+=(--num-processes 1)
+    accel-parallel launch {{strategy}} "${options[@]}" --machine-rank 1 {{args}} >/dev/null 2>&1 &
+    accel-parallel launch {{strategy}} "${options[@]}" --machine-rank 0 {{args}}
+    wait
+
 # Read, tokenise and cache the text without training.
 [group('train')]
 prepare *args:

@@ -11,6 +11,9 @@ from typing import Any, Self
 from accel_parallel.errors import Problem, SpecError
 from accel_parallel.spec import RunSpec
 
+PROMISED_PROCESSES = "ACCEL_PARALLEL_NUM_PROCESSES"
+"""What a worker compares with the processes it finds: Accelerate can start fewer than a file asks for, silently."""
+
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 

@@ -1,11 +1,12 @@
 """Run directories: which one a launch continues, and what it finds there.
 
 A run is `runs/<strategy>-<NNN>/` with `spec.yaml`, `accelerate.yaml`, `metrics.jsonl`, `environment.json`,
-`summary.json` and `checkpoints/step-<NNNNNNNN>/`. Nothing here removes anything.
+`summary.json` and `checkpoints/step-<NNNNNNNN>/`. Nothing complete is removed here.
 """
 
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,6 +134,12 @@ def damaged_checkpoints(run: Path) -> list[Path]:
     newest = next(reversed(complete_checkpoints(run)), -1)
     steps = ((path, _STEP.fullmatch(path.name)) for path in sorted((run / "checkpoints").glob("step-*")))
     return [path for path, match in steps if match and int(match[1]) > newest]
+
+
+def discard_partial_checkpoints(run: Path) -> None:
+    """Remove what a save that never ended left behind: hidden directories that nothing else reads."""
+    for path in (run / "checkpoints").glob(".partial-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_complete(checkpoint: Path) -> bool:

@@ -231,7 +231,7 @@ def test_a_signal_stops_in_order(number: signal.Signals, home: Path) -> None:
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else 0), stderr
-    assert "stopping at the next report, with a checkpoint" in stderr
+    assert "stopping after the current step, with a checkpoint" in stderr
     (step,) = complete_checkpoints(run)
     assert step == len(losses(run)) < 5000
     assert f"{step} of 5000" in stdout

@@ -17,6 +17,7 @@ FLOORS = {
     "runs": 2, "strategies": 2, "asked": 2,
     "accelerate_yaml": 3, "substitutions": 3,
     "launch": 4,
+    "supervise": 5,
     "cli": 6, "__main__": 7,
     "train/state": 2, "train/model": 2, "train/data": 2, "train/optimize": 2, "train/generate": 2, "train/agent": 2,
     "train/control": 2, "train/failure": 2, "train/reader": 2,

@@ -20,6 +20,21 @@ from accel_parallel.suggest import did_you_mean
 DESCRIPTION = "One training loop for Hugging Face Accelerate; the parallelism is decided by generated YAML."
 
 
+# Not read from the catalogue, whose import takes a tenth of a second; a test compares.
+LAUNCH_EPILOG = """\
+strategies:
+  single                one process on one device
+  ddp                   a replica in each process
+  fsdp                  a shard in each process, as the fsdp section says
+  fsdp_shard_grad_op    fsdp_hybrid_shard    fsdp_cpu_offload
+  fsdp1_full_shard      fsdp1_shard_grad_op  fsdp1_no_shard
+  fsdp1_hybrid_shard    fsdp1_cpu_offload    (FSDP version 1)
+
+Without a script, the project's training loop runs. A script of yours runs under
+the same file: on accelerators, or really sharded on CPU processes.
+"""
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong with a command line in one line, and which verb or option was probably meant."""
 
@@ -48,7 +63,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     import_when_used("importlib.metadata")
     # Importing makes many objects and no garbage: collecting meanwhile takes 6 % of the start of a verb.
     gc.set_threshold(100_000)
-    arguments = parser().parse_args(argv)
+    typed = list(sys.argv[1:] if argv is None else argv)
+    # What stands after `--` is a script's, and none of it an option of ours.
+    ours, script = (typed[: typed.index("--")], typed[typed.index("--") + 1 :]) if "--" in typed else (typed, [])
+    arguments = parser().parse_args(ours)
+    if script and arguments.verb != "launch":
+        parser().error(f"{arguments.verb} takes nothing after --")
+    arguments.script = script
     with failing(arguments.verb, getattr(arguments, "json", False)) as output:
         arguments.function(arguments, output)
     sys.exit(0)
@@ -87,10 +108,11 @@ def config(arguments: argparse.Namespace, output: Output) -> None:
 
 
 def launch(arguments: argparse.Namespace, output: Output) -> None:
-    from accel_parallel.cli.launch import Request, launch_strategy
+    from accel_parallel.cli.launch import Request
+    from accel_parallel.cli.launch import launch as launch_target
 
     request = Request(
-        strategy=arguments.strategy,
+        target=arguments.target,
         spec=arguments.spec,
         sets=tuple(arguments.set),
         num_processes=arguments.num_processes,
@@ -101,8 +123,10 @@ def launch(arguments: argparse.Namespace, output: Output) -> None:
         stop_at=arguments.stop_at,
         machine_rank=arguments.machine_rank,
         dry_run=arguments.dry_run,
+        print_env=arguments.print_env,
+        script=tuple(arguments.script),
     )
-    result = launch_strategy(request, output.say)
+    result = launch_target(request, output.say)
     output.finish(result.data, result.lines, result.problems, result.exit_code)
 
 
@@ -146,7 +170,7 @@ def _config(verb: Parser) -> None:
 
 
 def _launch(verb: Parser) -> None:
-    verb.add_argument("strategy", metavar="STRATEGY", help="single, ddp or fsdp")
+    verb.add_argument("target", metavar="STRATEGY|FILE", help="a strategy (see below), or any accelerate YAML file")
     _specification(verb)
     verb.add_argument("--num-processes", type=positive, metavar="N", help="processes on each machine")
     verb.add_argument("--cpu", action="store_true", help="use CPUs even where there are accelerators")
@@ -155,5 +179,9 @@ def _launch(verb: Parser) -> None:
     verb.add_argument("--fresh", action="store_true", help="start a new run directory")
     verb.add_argument("--stop-at", type=positive, metavar="STEP", help="save and stop after this step")
     verb.add_argument("--machine-rank", type=int, metavar="N", help="this machine's number, with several")
-    verb.add_argument("--dry-run", action="store_true", help="print the file and the command; start nothing")
+    verb.add_argument("--dry-run", action="store_true", help="print file, environment and command; start nothing")
+    verb.add_argument("--print-env", action="store_true", help="print the environment that torchrun needs, for eval")
+    verb.usage = "%(prog)s STRATEGY|FILE [options] [-- SCRIPT ARGS | -- -m MODULE ARGS]"
+    verb.epilog = LAUNCH_EPILOG
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     _json(verb)

@@ -1,36 +1,39 @@
-"""`accel-parallel launch`: resolve the specification, open the run directory, start and supervise."""
+"""`accel-parallel launch`: find what to launch, open the run directory, start and supervise."""
 
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_parallel.accelerate_yaml import render_file
-from accel_parallel.errors import Problem, RunError
+from accel_parallel.cli.target import Target, find_target
+from accel_parallel.errors import LaunchError, Problem, RunError
 from accel_parallel.files import write_atomic
-from accel_parallel.launch import LaunchPlan, check_machines, plan_launch, supervise
+from accel_parallel.launch import LOOP, SCRIPT, LaunchPlan, check_machines, plan_launch, shell_environment
 from accel_parallel.metrics import read_lines
-from accel_parallel.runs import Run, newest_step, open_run
-from accel_parallel.spec import RunSpec, find_spec, read_spec
-from accel_parallel.strategies import Strategy, find_strategy
+from accel_parallel.runs import Run, discard_partial_checkpoints, newest_step, open_run
 from accel_parallel.summary import render_summary
+from accel_parallel.supervise import Ended, supervise
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line said."""
+    """What the command line said. `script` is what stood after `--`."""
 
-    strategy: str
-    spec: Path | None
-    sets: tuple[str, ...]
-    num_processes: int | None
-    cpu: bool
-    keep_precision: bool
-    run: Path | None
-    fresh: bool
-    stop_at: int | None
-    machine_rank: int | None
-    dry_run: bool
+    target: str
+    spec: Path | None = None
+    sets: tuple[str, ...] = ()
+    num_processes: int | None = None
+    cpu: bool = False
+    keep_precision: bool = False
+    run: Path | None = None
+    fresh: bool = False
+    stop_at: int | None = None
+    machine_rank: int | None = None
+    dry_run: bool = False
+    print_env: bool = False
+    script: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +46,43 @@ class Result:
     exit_code: int = 0
 
 
-def launch_strategy(request: Request, say: Callable[[str], None]) -> Result:
+def launch(request: Request, say: Callable[[str], None]) -> Result:
     """Do what was requested. Raises AccelParallelError before anything starts; the result says how it ended."""
-    strategy = find_strategy(request.strategy)
-    spec = resolve(request, strategy)
-    check_machines(spec, request.machine_rank, request.run)
-    config = render_file(spec, strategy, source="spec.yaml")
+    if request.script and (request.run or request.fresh or request.stop_at):
+        raise LaunchError("--run, --fresh and --stop-at belong to the training loop, not to a script of yours")
+    target = find_target(request.target, request.spec, request.sets, request.num_processes, own_loop=not request.script)
+    for note in target.notes:
+        say(note)
+    if request.print_env:
+        return _print_env(target)
+    check_machines(target.spec, request.machine_rank)
     if request.dry_run:
-        return _dry_run(spec, strategy, config, request)
-    run = open_run(spec, strategy.name, explicit=request.run, fresh=request.fresh)
+        return _dry_run(target, request)
+    if request.script:
+        return _launch_script(target, request, say)
+    return _launch_loop(target, request, say)
+
+
+def _launch_loop(target: Target, request: Request, say: Callable[[str], None]) -> Result:
+    spec, machines = target.spec, target.spec.distributed.num_machines
+    if machines > 1 and request.run is None:
+        raise LaunchError(f"{machines} machines have to share one run directory", hint="name it with --run on each")
+    run = open_run(spec, target.name, explicit=request.run, fresh=request.fresh)
     if run.note:
         say(run.note)
     step = newest_step(run.path)
     if step >= spec.training.steps:
         return _complete(run, step)
-    _write(run.path / "accelerate.yaml", config)
-    plan = plan_launch(spec, run.path, worker_arguments(request), machine_rank=request.machine_rank)
+    config = run.path / "accelerate.yaml"
+    _write(config, target.config)
+    plan = _plan(target, request, config, run.path)
     if plan.note:
         say(plan.note)
-    processes = "1 process" if spec.num_processes == 1 else f"{spec.num_processes} processes"
-    say(f"{'continues' if step else 'starts'} {run.path}: {strategy.name}, {processes}")
+    say(f"{'continues' if step else 'starts'} {run.path}: {target.name}, {_processes(spec.num_processes)}")
     ended = supervise(plan)
     problems = list(ended.problems)
+    if ended.exit_code and request.machine_rank in (None, 0):
+        discard_partial_checkpoints(run.path)
     if ended.traceback:
         trace = run.path / "traceback.txt"
         _write(trace, ended.traceback)
@@ -73,28 +91,65 @@ def launch_strategy(request: Request, say: Callable[[str], None]) -> Result:
     return Result({"run": str(run.path), "summary": ended.summary}, lines, problems, ended.exit_code)
 
 
-def resolve(request: Request, strategy: Strategy) -> RunSpec:
-    """File, strategy, `--set`, `--num-processes`, in rising order. Raises SpecError."""
-    sets = list(request.sets)
-    if request.num_processes is not None:
-        sets.append(f"distributed.processes_per_machine={request.num_processes}")
-    strategy.refuse_contradictions(sets)
-    return strategy.resolve(read_spec(find_spec(request.spec), sets))
+def _launch_script(target: Target, request: Request, say: Callable[[str], None]) -> Result:
+    script = Path(request.script[0])
+    if request.script[0] != "-m" and not script.is_file():
+        raise LaunchError(f"{script} is not a file", hint="what stands after -- is a script's path, or -m and a module")
+    with tempfile.TemporaryDirectory(prefix="accel-parallel-") as folder:
+        config = Path(folder) / "accelerate.yaml"
+        _write(config, target.config)
+        plan = _plan(target, request, config)
+        if plan.note:
+            say(plan.note)
+        say(f"starts {' '.join(request.script)}: {target.name}, {_processes(plan.num_processes)}")
+        ended: Ended = supervise(plan)
+    if ended.traceback:
+        say(ended.traceback.rstrip("\n"))
+    return Result({"script": list(request.script)}, [], ended.problems, ended.exit_code)
 
 
-def worker_arguments(request: Request) -> list[str]:
-    arguments = ["--cpu"] if request.cpu else []
-    arguments += ["--keep-precision"] if request.keep_precision else []
-    arguments += ["--stop-at", str(request.stop_at)] if request.stop_at else []
-    return arguments
+def _plan(target: Target, request: Request, config: Path, run: Path | None = None) -> LaunchPlan:
+    worker = ["--cpu"] if request.cpu else []
+    worker += ["--keep-precision"] if request.keep_precision else []
+    if request.script:
+        module = request.script[0] == "-m"
+        if module and len(request.script) == 1:
+            raise LaunchError("-m names no module")
+        worker += ["--module", *request.script[1:]] if module else list(request.script)
+    else:
+        worker += ["--stop-at", str(request.stop_at)] if request.stop_at else []
+        worker = ["--spec", f"{run}/spec.yaml", "--run", str(run), *worker]
+    return plan_launch(
+        target.spec,
+        config,
+        worker,
+        module=SCRIPT if request.script else LOOP,
+        launcher_arguments=target.launcher_arguments,
+        machine_rank=request.machine_rank,
+    )
 
 
-def _dry_run(spec: RunSpec, strategy: Strategy, config: str, request: Request) -> Result:
-    run = request.run or Path("runs") / f"{strategy.name}-NNN"
-    plan: LaunchPlan = plan_launch(spec, run, worker_arguments(request), machine_rank=request.machine_rank)
+def _print_env(target: Target) -> Result:
+    if not target.environment:
+        raise LaunchError("--print-env is about the training loop", hint="leave the script out")
+    lines = shell_environment(target.environment, os.environ, target.spec.num_processes)
+    return Result({"environment": target.environment}, lines)
+
+
+def _dry_run(target: Target, request: Request) -> Result:
+    run = request.run or Path("runs") / f"{target.name}-NNN"
+    plan = _plan(target, request, run / "accelerate.yaml", run)
     note = [f"# {plan.note}"] if plan.note else []
-    lines = [f"# {plan.config}", config.rstrip("\n"), "", *note, plan.command()]
-    return Result({"config": config, "command": plan.command()}, lines)
+    exported = [f"{key}={value}" for key, value in target.environment.items()]
+    lines = [f"# {plan.config}", target.config.rstrip("\n"), ""]
+    if exported:
+        lines += ["# what Accelerate's launcher exports to each process, besides its rank", *exported, ""]
+    lines += [*note, plan.command()]
+    return Result({"config": target.config, "environment": target.environment, "command": plan.command()}, lines)
+
+
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"
 
 
 def _write(path: Path, text: str) -> None:

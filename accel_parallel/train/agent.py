@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+SECONDS_TO_END = 8
+
 
 def die_with_parent(number: signal.Signals) -> None:
     """Let the kernel send this process `number` when its parent dies, so that no launch leaves orphans. Linux only.
@@ -24,6 +26,18 @@ def die_with_parent(number: signal.Signals) -> None:
         ctypes.CDLL(None).prctl(1, number)
 
 
+def end_workers_within(seconds: int) -> None:
+    """After one worker has failed, the others get SIGTERM and, that many seconds later, SIGKILL. torch's own is 30."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    original = PContext.close
+
+    def close(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        original(context, death_sig, min(timeout, seconds))
+
+    PContext.close = close  # type: ignore[method-assign,assignment]
+
+
 def main(argv: list[str]) -> int:
     die_with_parent(signal.SIGTERM)
     status, arguments = Path(argv[0]), argv[1:]
@@ -33,6 +47,7 @@ def main(argv: list[str]) -> int:
     # What the elastic agent has to say about failures is in its exception; the launcher words it once.
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    end_workers_within(SECONDS_TO_END)
     report: dict[str, Any] = {"ok": True}
     try:
         launch_command(launch_command_parser().parse_args(arguments))

@@ -15,8 +15,8 @@ class Control:
     """
 
     def __init__(self, directory: Path | None = None, rank: int = 0) -> None:
-        self.step = 0
-        """The optimizer step being computed, counted from 1; 0 before training begins."""
+        self.step: int | None = 0
+        """The optimizer step being computed, counted from 1; 0 before training begins, None if nobody counts."""
         self._flag = directory / "stop" if directory else None
         self._step_file = os.open(directory / f"step-{rank}", os.O_CREAT | os.O_WRONLY) if directory else None
         self._signal: int | None = None

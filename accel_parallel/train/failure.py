@@ -12,13 +12,13 @@ _PEER_LOST = re.compile(
 )
 
 
-def explain(error: Exception, rank: int, step: int) -> AccelParallelError | None:
-    """The error to show instead of `error`, if its cause is known. `step` is 0 before the first."""
+def explain(error: Exception, rank: int, step: int | None) -> AccelParallelError | None:
+    """The error to show instead of `error`, if its cause is known. `step` as in `Control`."""
     if is_out_of_memory(error):
         asked = _ASKED_FOR.search(str(error))
         message = f"out of memory {where(rank, step)}" + (f": tried to allocate {asked[1]}" if asked else "")
-        hint = "lower training.batch_size or raise training.grad_accum_steps, model.activation_checkpointing: block"
-        return TrainingError(message, hint=hint, step=step)
+        ours = "lower training.batch_size, raise training.grad_accum_steps, or model.activation_checkpointing: block"
+        return TrainingError(message, hint="smaller batches, or a strategy that shards more" if step is None else ours)
     return None
 
 
@@ -28,7 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
 
 
-def crash(error: BaseException, rank: int, step: int) -> Problem:
+def crash(error: BaseException, rank: int, step: int | None) -> Problem:
     """The line of an error that nobody expected. One that only says that another process has gone is marked."""
     text = str(error).strip().splitlines()
     if isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)):
@@ -36,5 +36,7 @@ def crash(error: BaseException, rank: int, step: int) -> Problem:
     return Problem(f"{type(error).__name__}: {text[0] if text else 'no message'} ({where(rank, step)})", code="crash")
 
 
-def where(rank: int, step: int) -> str:
+def where(rank: int, step: int | None) -> str:
+    if step is None:
+        return f"on rank {rank}"
     return f"on rank {rank} at step {step}" if step else f"on rank {rank} before the first step"

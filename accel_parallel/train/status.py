@@ -18,6 +18,8 @@ from accel_parallel.train.agent import die_with_parent
 from accel_parallel.train.control import Control
 from accel_parallel.train.failure import crash, explain
 
+_STARTERS = ("status.py", "script.py", "__main__.py", "<frozen runpy>")
+
 
 class Status:
     """One process's way to tell how it ended. `directory` is our launcher's, None under any other."""
@@ -54,7 +56,7 @@ class Status:
         known = explain(error, self._rank, self.control.step)
         if known is not None:
             return self.failed(known.exit_code, known.problems)
-        return self.failed(1, [crash(error, self._rank, self.control.step)], traceback.format_exc())
+        return self.failed(1, [crash(error, self._rank, self.control.step)], _trace(error))
 
     def failed(self, exit_code: int, problems: list[Problem], trace: str | None = None) -> int:
         if self._directory:
@@ -81,6 +83,14 @@ class Status:
         write_atomic(self._directory / name, json.dumps(content))
 
 
+def _trace(error: Exception) -> str:
+    """The traceback without what only starts the training or the script."""
+    trace = error.__traceback__
+    while trace and trace.tb_next and Path(trace.tb_frame.f_code.co_filename).name in _STARTERS:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
 def end_process(code: int) -> None:
     """End this process with what it printed. Not sys.exit: see `_NEVER_FREED` in the runtime."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the launcher was started with it closed
@@ -93,4 +103,5 @@ def open_status(directory: Path | None) -> Status:
     """The status of this process, which from now on dies with the launcher that reads it."""
     if directory is not None:
         die_with_parent(signal.SIGKILL)
+        write_atomic(directory / f"pid-{os.environ.get('RANK', '0')}", str(os.getpid()))
     return Status(directory)

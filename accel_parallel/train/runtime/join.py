@@ -7,14 +7,11 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from accel_parallel.asked import Asked
+from accel_parallel.asked import PROMISED_PROCESSES, Asked
 from accel_parallel.errors import LaunchError, MismatchError
 from accel_parallel.substitutions import Substitution, substitutions
 from accel_parallel.train.runtime import cpu
 from accel_parallel.train.runtime.check import world_mismatch
-
-PROMISED_PROCESSES = "ACCEL_PARALLEL_NUM_PROCESSES"
-"""How many processes the launch was to have: what Accelerate or torchrun starts can be fewer, silently."""
 
 
 def enter(asked: Asked, *, backend: str = "auto", force_cpu: bool, keep_precision: bool) -> list[Substitution] | None:

@@ -1,6 +1,7 @@
 """The processes of one launch: joining them, preparing the model, and what they tell each other."""
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -97,7 +98,10 @@ class Runtime:
         run would differ in the last bits from one that never stopped. Raises MismatchError.
         """
         original = Original.of(model)
-        model, optimizer = self.accelerator.prepare(model, optimizer)
+        with warnings.catch_warnings():
+            # Asked for by name; what else there is says the documentation.
+            warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
+            model, optimizer = self.accelerator.prepare(model, optimizer)
         with watch(model) as step:
             loss = model(*self.to_device(tokens, labels))
             self.accelerator.backward(loss)

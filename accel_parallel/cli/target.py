@@ -1,0 +1,104 @@
+"""What `launch` was asked to start: a strategy of the catalogue, or an accelerate file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_parallel.accelerate_yaml import AccelerateFile, environment, loads, names_a_file, read_file, render_file
+from accel_parallel.asked import Asked, adapt_spec
+from accel_parallel.errors import LaunchError, Problem, SpecError
+from accel_parallel.spec import Destination, RunSpec, destinations, find_spec, parse_set, read_spec
+from accel_parallel.strategies import find_strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The accelerate file to launch, and the specification whose world, precision and sharding are the file's.
+
+    `environment` is what the launcher will export; empty where it cannot be told beforehand.
+    """
+
+    name: str
+    config: str
+    spec: RunSpec
+    environment: dict[str, str]
+    launcher_arguments: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def find_target(
+    target: str, spec: Path | None, sets: tuple[str, ...], num_processes: int | None, *, own_loop: bool
+) -> Target:
+    """The target that was typed; `num_processes` is on each machine, `own_loop` false for a script of the user's.
+
+    Raises LaunchError or SpecError when it cannot be found, or contradicts the other options.
+    """
+    if names_a_file(target):
+        return _file(read_file(Path(target)), spec, sets, num_processes, own_loop)
+    return _strategy(target, spec, sets, num_processes)
+
+
+def _strategy(name: str, spec_path: Path | None, sets: tuple[str, ...], num_processes: int | None) -> Target:
+    strategy = find_strategy(name)
+    if num_processes is not None:
+        sets = (*sets, f"distributed.processes_per_machine={num_processes}")
+    strategy.refuse_contradictions(sets)
+    draft = read_spec(find_spec(spec_path), sets)
+    spec, raised = strategy.resolve(draft), strategy.raised(draft)
+    if raised and num_processes is not None:
+        raise LaunchError(raised, hint="leave --num-processes out, or raise it")
+    config = render_file(spec, strategy, source="spec.yaml")
+    return Target(name, config, spec, environment(loads(config)), notes=(raised,) if raised else ())
+
+
+def _file(
+    file: AccelerateFile, spec_path: Path | None, sets: tuple[str, ...], num_processes: int | None, own_loop: bool
+) -> Target:
+    _refuse_decided(file, sets)
+    spec = read_spec(find_spec(spec_path), sets).resolve()
+    machines, processes = _world(file, num_processes)
+    spec = spec.with_world(machines, processes)
+    exported: dict[str, str] = {}
+    if own_loop:
+        exported = environment(file.config)
+        world = {"WORLD_SIZE": str(machines * processes), "LOCAL_WORLD_SIZE": str(processes)}
+        spec = adapt_spec(spec, Asked.from_environment({**exported, **world}))
+    found = {"main_process_ip": file.config.get("main_process_ip"), "main_process_port": file.main_process_port}
+    address = {key: value for key, value in found.items() if value is not None}
+    spec = spec.model_copy(update={"distributed": spec.distributed.model_copy(update=address)})
+    arguments = ("--num_processes", str(machines * processes)) if num_processes is not None else ()
+    notes = (file.ignored,) if file.ignored else ()
+    return Target(file.path.stem, file.text, spec, exported, arguments, notes)
+
+
+def _refuse_decided(file: AccelerateFile, sets: tuple[str, ...]) -> None:
+    carried = {key for key, destination, _ in destinations() if destination is Destination.YAML}
+    decided = [key for key, _, problem in map(parse_set, sets) if problem is None and key in carried]
+    if decided:
+        hint = "edit the file, or launch a strategy"
+        raise SpecError([Problem(f"is decided by {file.path}", path=f"--set {key}", hint=hint) for key in decided])
+
+
+def _world(file: AccelerateFile, num_processes: int | None) -> tuple[int, int]:
+    """Machines, and processes on each."""
+    machines = file.num_machines
+    if file.kind == "NO" and num_processes not in (None, 1):
+        raise LaunchError(f"--num-processes {num_processes}: {file.path} is of distributed_type 'NO', one process")
+    if num_processes is not None:
+        total = machines * num_processes
+    elif file.num_processes is None:
+        raise LaunchError(f"{file.path} has no num_processes", hint="add it, or pass --num-processes")
+    else:
+        total = file.num_processes
+    if total % machines or total < machines:
+        below, above = total // machines * machines, (total // machines + 1) * machines
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise LaunchError(
+            f"{file.path}: num_processes {total} is the total over {machines} machines, which cannot share it evenly",
+            hint=f"nearest that do: {nearest}",
+        )
+    if file.kind == "MULTI_CPU" and total > 1:
+        raise LaunchError(
+            f"{file.path}: under MULTI_CPU Accelerate starts one process of {total} unless mpirun starts them",
+            hint="MULTI_GPU and FSDP run on CPU processes here",
+        )
+    return machines, total // machines

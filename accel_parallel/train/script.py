@@ -1,0 +1,85 @@
+"""`python -m accel_parallel.train.script [options] -- SCRIPT ARGS`: a script of the user's under the launch's YAML.
+
+On accelerators nothing is changed. Without any, every `Accelerator` that the script makes is really parallel on CPU
+processes, with the script's own plugins, precision and accumulation.
+"""
+
+import argparse
+import atexit
+import os
+import runpy
+import sys
+import threading
+from pathlib import Path
+
+from accel_parallel.asked import Asked
+from accel_parallel.errors import LaunchError, Problem
+from accel_parallel.train.status import end_process, open_status
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    status = open_status(arguments.status_dir)
+    status.control.step = None
+    code = 0
+
+    def body() -> None:
+        nonlocal code
+        enter_launch(arguments.cpu, arguments.keep_precision)
+        try:
+            run(arguments.script, arguments.arguments, as_module=arguments.module)
+        except SystemExit as end:
+            said = not (end.code is None or isinstance(end.code, int))
+            code = status.failed(1, [Problem(str(end.code), code="script")]) if said else int(end.code or 0)
+
+    return status.run(body) or code
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="python -m accel_parallel.train.script", description=__doc__)
+    result.add_argument("--cpu", action="store_true", help="use CPUs even where there are accelerators")
+    result.add_argument("--keep-precision", action="store_true", help="on CPU, compute in the asked precision")
+    result.add_argument("--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
+    result.add_argument("--status-dir", type=Path, help=argparse.SUPPRESS)
+    result.add_argument("script", metavar="SCRIPT")
+    result.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS")
+    return result
+
+
+def enter_launch(force_cpu: bool, keep_precision: bool) -> None:
+    """Join the launch, as the script's first `Accelerator` would, if it has to be done differently on CPUs."""
+    from accel_parallel.train.runtime.join import enter, join
+
+    asked = Asked.from_environment(os.environ)
+    changed = enter(asked, force_cpu=force_cpu, keep_precision=keep_precision)
+    if changed is None:
+        return
+    join(asked, True, {})
+    for item in changed if os.environ.get("RANK", "0") == "0" else ():
+        print(f"on CPU: {item}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def run(script: str, arguments: list[str], *, as_module: bool) -> None:
+    """Run a script, or a module, as the main program. What it raises goes through, SystemExit too."""
+    if not as_module and not Path(script).is_file():
+        raise LaunchError(f"{script} is not a file", hint="the script's path, or -m and a module")
+    sys.argv = [script, *arguments]
+    # As Python itself does: modules beside the script are found first, or those of the current folder.
+    sys.path[0] = str(Path.cwd() if as_module else Path(script).resolve().parent)
+    if as_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
+
+
+def finish(code: int) -> None:
+    """What the interpreter does at its end, without freeing process groups: see `end_process`."""
+    for thread in threading.enumerate() if code == 0 else ():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    end_process(code)
+
+
+if __name__ == "__main__":
+    finish(main())
