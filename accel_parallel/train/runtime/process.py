@@ -41,6 +41,8 @@ class Runtime:
     substitutions: list[Substitution]
     overruled: list[str]
     observed: Observed | None = field(default=None, init=False)
+    held: list[int] = field(default_factory=list, init=False)
+    """Parameters that each process keeps, in rank order."""
     side_group: distributed.ProcessGroup | None = field(default=None, init=False)
 
     @classmethod
@@ -107,6 +109,7 @@ class Runtime:
             self.accelerator.backward(loss)
         optimizer.zero_grad()
         self.observed = observe(model, original, step, self.world_size, self.asked.shard_size)
+        self.held = self.gather_objects(self.observed.local_elements)
         check(self.asked, self.observed, original, self.accelerator.mixed_precision)
         return model, optimizer
 
@@ -199,7 +202,7 @@ def describe(run: Runtime) -> dict[str, Any]:
         else {
             "parallelism": observed.parallelism,
             "world_size": observed.world_size,
-            "parameters_in_this_process": observed.local_elements,
+            "parameters_in_each_process": run.held,
             "units": observed.units,
             "compute_dtypes": sorted(str(dtype) for dtype in observed.compute_dtypes),
         },
