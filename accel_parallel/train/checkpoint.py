@@ -93,6 +93,8 @@ class Checkpoints:
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
+        from accel_parallel.train.reader import DataPlanner, DataReader
+
         found = newest_checkpoint(self.run.path)
         # The main process's view counts: on a shared disk others may see a new directory later.
         told: tuple[Path | None, dict[str, Any]] = (found, (read_manifest(found) if found else None) or {})
@@ -107,11 +109,12 @@ class Checkpoints:
                 hint="--fresh starts a new run",
             )
         weights, moments = get_state_dict(model, unwrap(optimizer))
-        with (
-            self._as_one(f"cannot load {newest}", hint=f"move {newest.name} away to go on from the one before"),
-            _quiet(),
-        ):
-            load({"model": weights, "optimizer": moments}, checkpoint_id=newest, no_dist=self._alone)
+        loading = self._as_one(f"cannot load {newest}", hint=f"move {newest.name} away to go on from the one before")
+        with loading:
+            reader = DataReader(newest)
+        with loading, _quiet():
+            wanted = {"model": weights, "optimizer": moments}
+            load(wanted, storage_reader=reader, planner=DataPlanner(), no_dist=self._alone)
         set_state_dict(model, unwrap(optimizer), model_state_dict=weights, optim_state_dict=moments)
         return TrainState(**manifest["state"])
 
@@ -182,12 +185,12 @@ class _Together:
 
 def _reason(error: BaseException, folder: Path) -> str:
     """The operating system's or our own words; DCP wraps the cause of each rank."""
-    if isinstance(error, AccelParallelError):
-        return str(error)
     failures = getattr(error, "failures", None)
     if failures:
         first = next(iter(failures.values()))
         error = first[0] if isinstance(first, tuple) else first
+    if isinstance(error, AccelParallelError):
+        return str(error)
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     text = str(error).strip().splitlines()

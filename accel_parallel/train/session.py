@@ -10,6 +10,7 @@ from typing import Any
 from accel_parallel.errors import AccelParallelError, RunError, TrainingError
 from accel_parallel.files import write_atomic
 from accel_parallel.metrics import to_line
+from accel_parallel.redact import redact_command, redact_variables
 from accel_parallel.runs import Run, complete_checkpoints, damaged_checkpoints, open_run
 from accel_parallel.spec import RunSpec
 from accel_parallel.train.checkpoint import VERSIONS
@@ -132,12 +133,13 @@ def tracking(runtime: Runtime, data: TokenData, run: Run) -> Reporter:
 
 
 def environment(runtime: Runtime, data: TokenData) -> dict[str, Any]:
-    """What ran where: versions, what was asked, substituted and observed. No secrets: named variables only."""
+    """What ran where: versions, what was asked, substituted and observed. No secrets: named variables, redacted."""
+    recorded = {key: value for key, value in os.environ.items() if key.startswith(RECORDED_VARIABLES)}
     return {
         "versions": {**VERSIONS, "python": platform.python_version()},
-        "command": sys.argv,
+        "command": redact_command(sys.argv),
         "host": platform.node(),
-        "variables": {key: value for key, value in os.environ.items() if key.startswith(RECORDED_VARIABLES)},
+        "variables": redact_variables(recorded),
         "data": {
             "fingerprint": data.fingerprint,
             "training_tokens": len(data.train),

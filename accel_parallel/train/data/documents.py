@@ -44,7 +44,9 @@ def _load(source: Source, split: str) -> Iterable[dict[str, Any]]:
         datasets.disable_progress_bars()
     # What it logs about a broken file is said in our error.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    return datasets.load_dataset(**source.load, split=source.splits[split], streaming=source.streaming)
+    return datasets.load_dataset(
+        **source.load, split=source.splits[split], streaming=source.streaming, trust_remote_code=False
+    )
 
 
 def text_column(rows: list[dict[str, Any]], source: Source) -> str:
@@ -111,6 +113,11 @@ def _explain(error: Exception, source: Source, split: str) -> DataError:
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
         return DataError(
             f"{source.name!r} is neither a folder here nor a dataset on the Hub that this account can read", hint=hint
+        )
+    if "trust_remote_code" in str(error) or "scripts are no longer supported" in str(error):
+        return DataError(
+            f"dataset {source.name} brings Python code of its own, which is never run",
+            hint="name a dataset of Parquet, JSONL or text files",
         )
     if isinstance(error, ValueError):
         return DataError(

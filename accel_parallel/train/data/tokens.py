@@ -123,6 +123,11 @@ def load_tokenizer(name: str, vocab_size: int, *, need_end_of_text: bool) -> Tok
         folder = Path(name).expanduser()
         tokenizer = Auto(str(folder) if folder.is_dir() else name)
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"data.tokenizer {name!r} brings Python code of its own, which is never run",
+                hint="name a tokenizer that transformers has a class for, such as a folder with tokenizer.json alone",
+            ) from None
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         hint = f"an AutoTokenizer's Hub name, or a folder with tokenizer.json; {BYTE_BPE} trains one on your text"
         raise DataError(f"data.tokenizer {name!r} cannot be loaded: {reason}", hint=hint) from error
