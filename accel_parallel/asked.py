@@ -41,6 +41,8 @@ class Asked:
     wrap_classes: tuple[str, ...]
     activation_checkpointing: bool
     contradiction: str | None
+    other_dimensions: tuple[str, ...] = ()
+    """Dimensions of parallelism_config along which the model or the sequence is split, such as "tp_size 2"."""
 
     @property
     def fsdp(self) -> bool:
@@ -87,6 +89,11 @@ class Asked:
             wrap_classes=tuple(filter(None, env.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(","))) if fsdp else (),
             activation_checkpointing=fsdp and _true(env.get("FSDP_ACTIVATION_CHECKPOINTING")),
             contradiction=_contradiction(env, strategy) if fsdp else None,
+            other_dimensions=tuple(
+                f"{name.lower()}_size {size}"
+                for name in ("TP", "CP", "SP")
+                if (size := env.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) != "1"
+            ),
         )
 
 
@@ -98,6 +105,9 @@ def adapt_spec(spec: RunSpec, asked: Asked) -> RunSpec:
     if asked.mixed_precision not in ("no", "bf16"):
         message = f"mixed_precision {asked.mixed_precision} in the accelerate YAML: this loop trains with no or bf16"
         raise SpecError([Problem(message, code="spec-precision")])
+    if asked.other_dimensions:
+        message = f"parallelism_config {', '.join(asked.other_dimensions)} in the accelerate YAML: this loop splits "
+        raise SpecError([Problem(f"{message}neither a sequence nor a matrix", code="spec-parallelism")])
     if asked.activation_checkpointing and spec.model.activation_checkpointing != "none":
         message = (
             "activation checkpointing is asked for twice: model.activation_checkpointing "

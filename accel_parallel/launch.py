@@ -41,10 +41,13 @@ class LaunchPlan:
 def check_machines(spec: RunSpec, machine_rank: int | None) -> None:
     """Raises LaunchError when several machines lack what lets them meet: an address and a number."""
     machines = spec.distributed.num_machines
-    if machines == 1:
+    if machines == 1 and machine_rank in (None, 0):
         return
+    if machines == 1:
+        raise LaunchError(f"--machine-rank {machine_rank}: this launch has one machine", hint="distributed.num_machines")
     if spec.distributed.main_process_ip is None:
-        raise LaunchError(f"{machines} machines need the address of machine 0", hint="set distributed.main_process_ip")
+        hint = "distributed.main_process_ip, or main_process_ip in a file of yours"
+        raise LaunchError(f"{machines} machines need the address of machine 0", hint=hint)
     if machine_rank is None:
         raise LaunchError(f"{machines} machines: which one is this?", hint="pass --machine-rank 0, 1, ...")
     if not 0 <= machine_rank < machines:
@@ -75,9 +78,10 @@ def plan_launch(
 
 # What launchers export to workers. Left over in a shell, it would decide instead of the YAML.
 _TRACES = re.compile(
-    r"(FSDP|PARALLELISM_CONFIG|TORCHELASTIC|ACCELERATE_USE|ACCELERATE_DYNAMO)_.*|ACCELERATE_MIXED_PRECISION"
+    r"(FSDP|PARALLELISM_CONFIG|TORCHELASTIC|ACCELERATE_USE|ACCELERATE_DYNAMO)_\w*|ACCELERATE_MIXED_PRECISION"
     r"|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
-    rf"|{PROMISED_PROCESSES}"
+    rf"|{PROMISED_PROCESSES}",
+    re.ASCII,
 )
 
 

@@ -108,7 +108,8 @@ def _not_writable(path: Path, error: OSError) -> RunError:
 
 def _numbered(root: Path, strategy: str) -> list[Path]:
     """Existing directories of this strategy, oldest number first."""
-    found = [path for path in root.glob(f"{strategy}-*") if _NUMBERED.fullmatch(path.name.removeprefix(strategy))]
+    named = (path for path in root.glob("*") if path.name.startswith(strategy))
+    found = [path for path in named if _NUMBERED.fullmatch(path.name.removeprefix(strategy))]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 

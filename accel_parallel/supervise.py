@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,8 @@ class Ended:
     traceback: str | None = None
 
 
-def supervise(plan: LaunchPlan) -> Ended:
-    """Run it to its end.
+def supervise(plan: LaunchPlan, announce: Callable[[], None] = lambda: None) -> Ended:
+    """Run it to its end; `announce` is called when signals are taken care of and nothing is started yet.
 
     SIGTERM, SIGUSR1, SIGHUP and Ctrl-C stop the training loop after the current step, with a checkpoint; to a script
     they are passed on. A second Ctrl-C ends at once.
@@ -43,6 +44,7 @@ def supervise(plan: LaunchPlan) -> Ended:
         status = Path(name)
         command = [sys.executable, "-m", "accel_parallel.train.agent", name, *plan.arguments("--status-dir", name)]
         killed_before = _killed_for_memory()
+        announce()
         # A session of its own: the terminal's Ctrl-C reaches this process only, which passes it on as a request.
         child = subprocess.Popen(
             command, start_new_session=True, env=launcher_environment(os.environ, plan.num_processes)

@@ -1,64 +1,20 @@
-"""The commands a user types, for real: `accel-parallel launch` and plain `accelerate launch`."""
+"""The ways in, for real: `accel-parallel launch`, plain `accelerate launch`, torchrun, several machines, scripts."""
 
 import json
-import os
-import pty
 import re
-import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from accel_parallel.metrics import by_step, read_lines
 from accel_parallel.runs import complete_checkpoints
-
-BIN = Path(sys.executable).parent
-TIMEOUT = 180
-
-
-def command(arguments: Sequence[str], cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        arguments, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT, check=False,
-        env={**os.environ, "COLUMNS": "80"}, **options,
-    )  # fmt: skip
-
-
-def launch(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return command([str(BIN / "accel-parallel"), "launch", *arguments], cwd)
-
-
-def set_options(sets: Sequence[str]) -> list[str]:
-    return [part for entry in sets for part in ("--set", entry)]
-
-
-def losses(run: Path) -> list[float]:
-    return [row["loss"] for row in by_step(read_lines(run / "metrics.jsonl"), "train").values()]
+from tests.commands import BIN, command, errors, free_port, launch, losses, make_home, set_options, start
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, toy: list[str]) -> Path:
-    """A folder as a user has it: the specification of a toy run and the files generated from it."""
-    folder = tmp_path_factory.mktemp("home")
-    result = command([str(BIN / "accel-parallel"), "config"], folder)
-    assert result.returncode == 0, result.stderr
-    spec = folder / "accelerate_configs/parallelism.yaml"
-    edited = spec.read_text()
-    for entry in toy:
-        key, value = entry.split("=", 1)
-        section, name = key.split(".")
-        pattern = rf"(?ms)(^{section}:.*?\n)  #? ?{name}: \S+"
-        edited, count = re.subn(pattern, rf"\g<1>  {name}: {value}", edited, count=1)
-        assert count == 1, key
-    spec.write_text(edited)
-    assert command([str(BIN / "accel-parallel"), "config", "--check"], folder).returncode == 1
-    assert command([str(BIN / "accel-parallel"), "config"], folder).returncode == 0
-    return folder
+    return make_home(tmp_path_factory.mktemp("home"), toy)
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +53,7 @@ def test_again_it_says_that_the_run_is_complete(home: Path, launched: subprocess
 
 def test_plain_accelerate_launch_is_the_same_run(home: Path, launched: subprocess.CompletedProcess[str]) -> None:
     """No launcher of ours: the committed file, the same loop, the same losses to the last bit."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    arguments = ["launch", "--config_file", "accelerate_configs/fsdp.yaml", "--main_process_port", str(port)]
+    arguments = ["launch", "--config_file", "accelerate_configs/fsdp.yaml", "--main_process_port", free_port()]
     arguments += ["-m", "accel_parallel.train", "--fresh", "--set", "training.steps=20"]
     result = command([str(BIN / "accelerate"), *arguments], home)
     assert result.returncode == 0, result.stderr
@@ -165,119 +118,43 @@ def test_an_error_of_the_workers_is_one_line(arguments: list[str], words: str, h
     result = launch(home, "ddp", "--fresh", *arguments)
     assert result.returncode == 2
     assert result.stdout == ""
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert words in errors[0]
+    (error,) = errors(result.stderr)
+    assert words in error
     assert "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-1] == errors[0]
+    assert result.stderr.splitlines()[-1] == error
 
 
-def test_a_killed_worker_ends_the_launch(home: Path) -> None:
-    with subprocess.Popen(
-        [str(BIN / "accel-parallel"), "launch", "fsdp", "--run", "runs/killed", "--set", "training.steps=5000"],
-        cwd=home, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        workers = wait_for_workers(process.pid, home / "runs/killed", 2)
-        os.kill(workers[1], signal.SIGKILL)
-        begun = time.monotonic()
-        _, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - begun < 15
-    assert process.returncode == 1
-    assert "rank 1 was killed by SIGKILL" in stderr
-    assert "Traceback" not in stderr
-    assert not any(alive(pid) for pid in workers)
+def test_torchrun_is_the_same_run(home: Path, launched: subprocess.CompletedProcess[str]) -> None:
+    """The environment carries the strategy: nothing else tells torchrun's workers that they are to be sharded."""
+    script = (
+        'eval "$(accel-parallel launch fsdp --print-env)" && '
+        'torchrun --standalone --nproc_per_node "$ACCEL_PARALLEL_NUM_PROCESSES" '
+        "-m accel_parallel.train --run runs/torchrun"
+    )
+    result = command(["bash", "-c", script], home)
+    assert result.returncode == 0, result.stderr
+    assert "fsdp on 2 x cpu, runs/torchrun" in result.stdout
+    assert losses(home / "runs/torchrun") == losses(home / "runs/fsdp-001")
 
 
-def test_a_killed_agent_leaves_no_worker_and_the_run_goes_on(home: Path) -> None:
-    """The elastic launcher starts workers in sessions of their own: nothing but the kernel tells them of its death."""
-    run = home / "runs/orphans"
-    arguments = ["launch", "ddp", "--run", str(run), "--set", "training.steps=5000", "--set", "checkpoint.every=2"]
-    with subprocess.Popen(
-        [str(BIN / "accel-parallel"), *arguments], cwd=home, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        workers = wait_for_workers(process.pid, run, 2)
-        second = launch(home, "ddp", "--run", str(run), "--set", "training.steps=5000")
-        assert second.returncode == 2
-        assert "another launch is running in" in second.stderr
-        assert all(map(alive, workers)), "the first launch is not disturbed"
-        (agent,) = {int((Path("/proc") / str(pid) / "stat").read_text().split()[3]) for pid in workers}
-        os.kill(agent, signal.SIGKILL)
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "error: " in stderr
-    assert "Traceback" not in stderr
-    deadline = time.monotonic() + 5
-    while any(map(alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(alive, workers))
-    done = max(complete_checkpoints(run))
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "st')
-    again = launch(home, "ddp", "--run", str(run), "--set", "training.steps=5000", "--stop-at", str(done + 3))
-    assert again.returncode == 0, again.stderr
-    assert f"continues at step {done} of 5000" in again.stderr
-    assert f"{done + 3} of 5000" in again.stdout
-    assert {done + 1, done + 2, done + 3} <= set(by_step(read_lines(run / "metrics.jsonl"), "train"))
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_in_order(number: signal.Signals, home: Path) -> None:
-    run = home / f"runs/stopped-{number.name}"
-    with subprocess.Popen(
-        [str(BIN / "accel-parallel"), "launch", "ddp", "--run", str(run), "--set", "training.steps=5000"],
-        cwd=home, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        workers = wait_for_workers(process.pid, run, 2)
-        process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == (130 if number == signal.SIGINT else 0), stderr
-    assert "stopping after the current step, with a checkpoint" in stderr
-    (step,) = complete_checkpoints(run)
-    assert step == len(losses(run)) < 5000
-    assert f"{step} of 5000" in stdout
-    assert not any(alive(pid) for pid in workers)
-
-
-def test_a_second_interrupt_ends_at_once(home: Path) -> None:
-    run = home / "runs/twice"
-    with subprocess.Popen(
-        [str(BIN / "accel-parallel"), "launch", "fsdp", "--run", str(run), "--set", "training.steps=5000"],
-        cwd=home, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        workers = wait_for_workers(process.pid, run, 2)
-        for worker in workers:
-            os.kill(worker, signal.SIGSTOP)  # so that they cannot stop in order
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        begun = time.monotonic()
-        _, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - begun < 15
-    assert process.returncode == 130
-    assert "ended at once; earlier checkpoints are as they were" in stderr
-    assert "Traceback" not in stderr
-    for worker in workers:
-        if alive(worker):
-            os.kill(worker, signal.SIGCONT)
-    time.sleep(0.5)
-    assert not any(map(alive, workers))
+def test_torchrun_with_fewer_processes_than_promised_is_refused(home: Path) -> None:
+    script = (
+        'eval "$(accel-parallel launch ddp --print-env)" && '
+        "torchrun --standalone --nproc_per_node 1 -m accel_parallel.train --run runs/fewer"
+    )
+    result = command(["bash", "-c", script], home)
+    assert result.returncode == 1
+    (error,) = errors(result.stderr)
+    assert "asked for 2 processes, got 1" in error
+    assert not (home / "runs/fewer").exists()
 
 
 def test_two_machines_that_are_one(home: Path) -> None:
     """Two launchers on this host, a process each: the losses of one machine with two."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    arguments = ["launch", "ddp", "--run", "runs/machines", "--stop-at", "6", "--num-processes", "1"]
+    arguments = ["ddp", "--run", "runs/machines", "--stop-at", "6", "--num-processes", "1"]
     sets = ["distributed.num_machines=2", "distributed.main_process_ip=127.0.0.1"]
-    arguments += set_options([*sets, f"distributed.main_process_port={port}"])
-    machines = [
-        subprocess.Popen(
-            [str(BIN / "accel-parallel"), *arguments, "--machine-rank", str(rank)],
-            cwd=home, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
+    arguments += set_options([*sets, f"distributed.main_process_port={free_port()}"])
+    machines = [start(home, *arguments, "--machine-rank", str(rank)) for rank in (0, 1)]
     ends = [machine.communicate(timeout=120) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], ends
     assert "ddp on 2 x cpu" in ends[0][0]
@@ -287,58 +164,98 @@ def test_two_machines_that_are_one(home: Path) -> None:
     assert losses(home / "runs/machines") == losses(home / "runs/one")
 
 
-def test_one_progress_bar_in_a_terminal(home: Path) -> None:
-    """In a pseudo-terminal of 80 columns: a bar that is redrawn, and nothing wider than the screen."""
-    leader, follower = pty.openpty()
-    with subprocess.Popen(
-        [str(BIN / "accel-parallel"), "launch", "ddp", "--run", "runs/terminal", "--stop-at", "12"],
-        cwd=home, stderr=follower, stdout=subprocess.PIPE, stdin=follower,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
-    ) as process:  # fmt: skip
-        os.close(follower)
-        shown = b""
-        while True:
-            try:
-                part = os.read(leader, 65536)
-            except OSError:
-                break
-            if not part:
-                break
-            shown += part
-        assert process.wait(timeout=60) == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    drawn = [line for line in re.split(r"[\r\n]+", text) if line.startswith("step ")]
-    assert any(re.match(r"step 12/20 .*loss \d", line) for line in drawn), drawn[-3:]
-    assert max(len(line) for line in drawn) <= 80
-    os.close(leader)
+def test_two_machines_of_plain_accelerate_from_one_file(home: Path, launched: subprocess.CompletedProcess[str]) -> None:
+    """The same YAML on both, only --machine_rank differs."""
+    sets = ["distributed.num_machines=2", "distributed.processes_per_machine=1"]
+    sets += ["distributed.main_process_ip=127.0.0.1", f"distributed.main_process_port={free_port()}"]
+    written = command([str(BIN / "accel-parallel"), "config", "--out", "cluster", *set_options(sets)], home)
+    assert written.returncode == 0, written.stderr
+    worker = ["-m", "accel_parallel.train", "--run", "runs/plain-machines"]
+    launcher = [str(BIN / "accelerate"), "launch", "--config_file", "cluster/fsdp.yaml"]
+    machines = [
+        subprocess.Popen(
+            [*launcher, "--machine_rank", str(rank), *worker],
+            cwd=home, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    ends = [machine.communicate(timeout=120) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], ends
+    assert losses(home / "runs/plain-machines") == losses(home / "runs/fsdp-001")
 
 
-def wait_for_workers(launcher: int, run: Path, count: int) -> list[int]:
-    """The process ids of the workers by rank, once training has begun."""
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        if (run / "metrics.jsonl").exists() and len(losses(run)) >= 3:
-            break
-        time.sleep(0.2)
-    ranks: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                arguments = (entry / "cmdline").read_bytes().split(b"\0")
-                variables = dict(
-                    item.split(b"=", 1) for item in (entry / "environ").read_bytes().split(b"\0") if b"=" in item
-                )
-            except OSError:
-                continue
-            is_worker = b"accel_parallel.train" in arguments and b"accel_parallel.train.agent" not in arguments
-            if is_worker and bytes(run.name, "utf-8") in b" ".join(arguments):
-                ranks[int(variables[b"RANK"])] = int(entry.name)
-    assert sorted(ranks) == list(range(count)), "training did not begin"
-    return [ranks[rank] for rank in range(count)]
+SCRIPT = """\
+import sys
+import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+import beside
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+mine = data[accelerator.process_index :: accelerator.num_processes]
+for _ in range(8):
+    with accelerator.accumulate(model):
+        loss = (model(mine) - mine.sum(1, keepdim=True)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+total = accelerator.gather(loss.detach().reshape(1)).mean().item()
+sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+accelerator.print("RESULT", accelerator.num_processes, sharded, round(total, 5), beside.NAME, *sys.argv[1:])
+if "--fail" in sys.argv and accelerator.process_index == 1:
+    raise ValueError("the script's own error")
+if "--wait" in sys.argv:
+    import time
+    accelerator.print("WAITING", flush=True)
+    time.sleep(300)
+"""
 
 
-def alive(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
+@pytest.fixture(scope="module")
+def script(home: Path) -> Path:
+    (home / "mine").mkdir()
+    (home / "mine/beside.py").write_text("NAME = 'neighbour'\n")
+    path = home / "mine/script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def result_of(stdout: str) -> list[str]:
+    (line,) = [line for line in stdout.splitlines() if line.startswith("RESULT")]
+    return line.split()[1:]
+
+
+def test_a_script_runs_under_the_same_file_really_sharded(home: Path, script: Path) -> None:
+    one = launch(home, "single", "--", str(script), "--lr", "3")
+    ddp = launch(home, "ddp", "--", str(script), "--lr", "3")
+    fsdp = launch(home, "accelerate_configs/fsdp.yaml", "--", str(script), "--lr", "3")
+    for result in (one, ddp, fsdp):
+        assert result.returncode == 0, result.stderr
+    rest = ["neighbour", "--lr", "3"]
+    loss = result_of(one.stdout)[2]
+    assert float(loss) > 0
+    assert result_of(one.stdout) == ["1", "False", loss, *rest]
+    assert result_of(ddp.stdout) == ["2", "False", loss, *rest]
+    assert result_of(fsdp.stdout) == ["2", "True", loss, *rest]
+    assert "on CPU: device: accelerator -> cpu" in fsdp.stderr
+    assert not (home / "mine/runs").exists()
+
+
+def test_a_failing_script_shows_its_own_error_once(home: Path, script: Path) -> None:
+    result = launch(home, "fsdp", "--", str(script), "--fail")
+    assert result.returncode == 1
+    assert errors(result.stderr) == ["error: ValueError: the script's own error (on rank 1)"]
+    assert result.stderr.count("Traceback") == 1
+    assert "runpy" not in result.stderr
+    assert "elastic" not in result.stderr
+
+
+def test_a_module_runs_as_python_m_runs_it(home: Path) -> None:
+    """Accelerate's own test of its collectives, unchanged, on CPU processes."""
+    result = launch(home, "ddp", "--", "-m", "accelerate.test_utils.scripts.test_ops")
+    assert result.returncode == 0, result.stderr
+    assert "Test gather" in result.stdout or "test_gather" in result.stdout, result.stdout

@@ -9,6 +9,7 @@ from typing import Any
 
 from accel_parallel.accelerate_yaml.render import Config
 from accel_parallel.errors import LaunchError
+from accel_parallel.suggest import did_you_mean
 
 # What the launcher takes for keys of fsdp_config that are left out; None is not exported.
 FSDP_DEFAULTS: dict[str, Any] = {
@@ -57,36 +58,73 @@ DYNAMO_DEFAULTS: dict[str, Any] = {
     "dynamo_use_regional_compilation": False,
 }
 _PROCESSES = ("NO", "MULTI_GPU", "FSDP")
+_PRECISIONS = ("no", "fp16", "bf16", "fp8")
+_SCRIPT = "a script of yours may run under it: -- SCRIPT"
 
 
 def environment(config: Config) -> dict[str, str]:
     """The variables that decide how a worker trains; without ranks, rendezvous and OMP_NUM_THREADS.
 
-    Raises LaunchError for a `distributed_type` other than NO, MULTI_GPU and FSDP, or what the launcher refuses.
+    Raises LaunchError for a `distributed_type` other than NO, MULTI_GPU and FSDP, for fp8, and for values on which
+    the launcher itself fails.
     """
     kind = "NO" if config.get("distributed_type") is False else str(config.get("distributed_type"))
     if kind not in _PROCESSES:
-        raise LaunchError(f"distributed_type {kind}: only {', '.join(_PROCESSES)} are carried by an environment")
-    if str(config.get("mixed_precision")).lower() == "fp8":
-        raise LaunchError("mixed_precision fp8 is not carried by an environment here; launch the file itself")
-    result = {"ACCELERATE_MIXED_PRECISION": str(config.get("mixed_precision") or "no").lower(), **_dynamo(config)}
+        raise LaunchError(f"distributed_type {kind}: the training loop runs under NO, MULTI_GPU or FSDP", hint=_SCRIPT)
+    result = {"ACCELERATE_MIXED_PRECISION": _precision(config), **_dynamo(config)}
     if kind == "NO":
-        result["ACCELERATE_USE_CPU"] = str(bool(config.get("use_cpu", False)))
+        result["ACCELERATE_USE_CPU"] = str(config.get("use_cpu", False))
     if config.get("debug"):
         result["ACCELERATE_DEBUG_MODE"] = "true"
-    if config.get("gpu_ids") not in (None, "all"):
-        result["CUDA_VISIBLE_DEVICES"] = str(config["gpu_ids"])
+    result |= _devices(config, kind)
     if kind == "FSDP":
         result |= _fsdp(config)
-    sizes = config.get("parallelism_config") or {}
-    if sizes and kind != "NO":
+    sizes = config.get("parallelism_config")
+    if sizes not in (None, {}) and kind != "NO":
         result["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-        result |= {key.upper(): str(value) for key, value in _parallelism(sizes).items()}
+        result |= {key.upper(): str(value) for key, value in _parallelism(_section(sizes)).items()}
     return result
+
+
+def _precision(config: Config) -> str:
+    # fp16: true is how old files say it.
+    value = config.get("mixed_precision", "fp16" if config.get("fp16") else None)
+    word = "no" if value is None else _word("mixed_precision", value).lower()
+    if word not in _PRECISIONS:
+        known = f"one of {', '.join(_PRECISIONS)}{did_you_mean(word, _PRECISIONS)}"
+        raise LaunchError(f"mixed_precision is {value!r}, and should be {known}")
+    if word == "fp8":
+        raise LaunchError("mixed_precision fp8: the training loop does no or bf16", hint=_SCRIPT)
+    return word
+
+
+def _devices(config: Config, kind: str) -> dict[str, str]:
+    gpu_ids = config.get("gpu_ids")
+    if gpu_ids is None or _word("gpu_ids", gpu_ids) == "all":
+        return {}
+    if kind == "MULTI_GPU" and "," not in gpu_ids and config.get("num_machines", 1) == 1:
+        raise LaunchError(f"gpu_ids {gpu_ids!r}: MULTI_GPU needs at least two, or all")
+    return {"CUDA_VISIBLE_DEVICES": gpu_ids}
+
+
+def _word(key: str, value: Any) -> str:
+    """The launcher fails on anything but text here, such as an unquoted no, which YAML reads as a boolean."""
+    if not isinstance(value, str):
+        raise LaunchError(f"{key} is {value!r}, and should be text", hint="put it in quotes")
+    return value
+
+
+def _section(value: Any, prefix: str = "") -> Config:
+    """The keys of a section, each with its prefix. A section that is not a mapping is not read at all."""
+    names = {str(key): inner for key, inner in value.items()} if isinstance(value, dict) else {}
+    return {name if name.startswith(prefix) else f"{prefix}_{name}": inner for name, inner in names.items()}
 
 
 def _parallelism(sizes: Config) -> Config:
     defaults = PARALLELISM_DEFAULTS
+    for key in (key for key in defaults if key.endswith("_size")):
+        if not str(sizes.get(key, 1)).isdecimal():
+            raise LaunchError(f"{key} is {sizes[key]!r}, and should be a whole number")
     if int(sizes.get("parallelism_config_cp_size", 1)) > 1:
         defaults = defaults | _CONTEXT_DEFAULTS
     if int(sizes.get("parallelism_config_sp_size", 1)) > 1:
@@ -95,10 +133,7 @@ def _parallelism(sizes: Config) -> Config:
 
 
 def _fsdp(config: Config) -> dict[str, str]:
-    section = config.get("fsdp_config")
-    # A section that is not a mapping is not read at all.
-    given = section if isinstance(section, dict) else {}
-    values = FSDP_DEFAULTS | {key if key.startswith("fsdp") else f"fsdp_{key}": value for key, value in given.items()}
+    values = FSDP_DEFAULTS | _section(config.get("fsdp_config"), "fsdp")
     if values["fsdp_cpu_ram_efficient_loading"] and not values["fsdp_sync_module_states"]:
         raise LaunchError(
             "fsdp_cpu_ram_efficient_loading (left out: true) needs fsdp_sync_module_states",
@@ -115,8 +150,10 @@ def _fsdp(config: Config) -> dict[str, str]:
 
 
 def _dynamo(config: Config) -> dict[str, str]:
-    given = config.get("dynamo_config") or {}
-    values = {key if key.startswith("dynamo_") else f"dynamo_{key}": value for key, value in given.items()}
-    backend = str(values.get("dynamo_backend") or "no").upper()
+    values = _section(config.get("dynamo_config"), "dynamo")
+    if "dynamo_backend" in config:  # how old files say it
+        values = {"dynamo_backend": config["dynamo_backend"]}
+    backend = values.get("dynamo_backend")
+    backend = "NO" if backend is None else _word("dynamo_backend", backend).upper()
     rest = {f"ACCELERATE_{key.upper()}": str(values.get(key, default)) for key, default in DYNAMO_DEFAULTS.items()}
     return {"ACCELERATE_DYNAMO_BACKEND": backend, **rest}

@@ -1,5 +1,6 @@
 """Any accelerate YAML file, ours or not, as far as a launch has to understand it."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from accel_parallel.suggest import did_you_mean
 _TYPES = ("NO", "MULTI_GPU", "FSDP", "MULTI_CPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU",
           "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "XLA", "MEGATRON_LM")  # fmt: skip
 _MAX_BYTES = 1_000_000
+_LAST_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,23 @@ class AccelerateFile:
     @property
     def main_process_port(self) -> int | None:
         """None if Accelerate is to choose one, which the file says with 0."""
-        return self._count("main_process_port") if self.config.get("main_process_port") else None
+        port = self._count("main_process_port") if self.config.get("main_process_port") else None
+        if port is not None and port > _LAST_PORT:
+            raise LaunchError(f"{self.path}: main_process_port is {port}, and the last port is {_LAST_PORT}")
+        return port
+
+    @property
+    def main_process_ip(self) -> str | None:
+        address = self.config.get("main_process_ip")
+        if address is not None and not re.fullmatch(r"\S+", str(address)):
+            raise LaunchError(f"{self.path}: main_process_ip is {address!r}, and should be an address")
+        return None if address is None else str(address)
 
     def _count(self, key: str) -> int | None:
         value = self.config.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
+        if isinstance(value, bool) or not re.fullmatch(r"0*[1-9][0-9]{0,9}", str(value), re.ASCII):
             raise LaunchError(f"{self.path}: {key} is {value!r}, and should be a whole number of at least 1")
         return int(value)
 

@@ -181,7 +181,7 @@ def _launch(verb: Parser) -> None:
     verb.add_argument("--machine-rank", type=int, metavar="N", help="this machine's number, with several")
     verb.add_argument("--dry-run", action="store_true", help="print file, environment and command; start nothing")
     verb.add_argument("--print-env", action="store_true", help="print the environment that torchrun needs, for eval")
-    verb.usage = "%(prog)s STRATEGY|FILE [options] [-- SCRIPT ARGS | -- -m MODULE ARGS]"
+    verb.usage = "%(prog)s STRATEGY|FILE [options] [-- [-m] SCRIPT ARGS]"
     verb.epilog = LAUNCH_EPILOG
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     _json(verb)

@@ -14,7 +14,7 @@ from accel_parallel.launch import LOOP, SCRIPT, LaunchPlan, check_machines, plan
 from accel_parallel.metrics import read_lines
 from accel_parallel.runs import Run, discard_partial_checkpoints, newest_step, open_run
 from accel_parallel.summary import render_summary
-from accel_parallel.supervise import Ended, supervise
+from accel_parallel.supervise import supervise
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,9 @@ def launch(request: Request, say: Callable[[str], None]) -> Result:
     """Do what was requested. Raises AccelParallelError before anything starts; the result says how it ended."""
     if request.script and (request.run or request.fresh or request.stop_at):
         raise LaunchError("--run, --fresh and --stop-at belong to the training loop, not to a script of yours")
+    if request.script and request.print_env:
+        raise LaunchError("--print-env is about the training loop", hint="leave the script out")
+    _check_script(request.script)
     target = find_target(request.target, request.spec, request.sets, request.num_processes, own_loop=not request.script)
     for note in target.notes:
         say(note)
@@ -78,8 +81,8 @@ def _launch_loop(target: Target, request: Request, say: Callable[[str], None]) -
     plan = _plan(target, request, config, run.path)
     if plan.note:
         say(plan.note)
-    say(f"{'continues' if step else 'starts'} {run.path}: {target.name}, {_processes(spec.num_processes)}")
-    ended = supervise(plan)
+    line = f"{'continues' if step else 'starts'} {run.path}: {target.name}, {_processes(spec.num_processes)}"
+    ended = supervise(plan, lambda: say(line))
     problems = list(ended.problems)
     if ended.exit_code and request.machine_rank in (None, 0):
         discard_partial_checkpoints(run.path)
@@ -91,18 +94,23 @@ def _launch_loop(target: Target, request: Request, say: Callable[[str], None]) -
     return Result({"run": str(run.path), "summary": ended.summary}, lines, problems, ended.exit_code)
 
 
+def _check_script(script: tuple[str, ...]) -> None:
+    if script == ("-m",):
+        raise LaunchError("-m names no module")
+    if script and script[0] != "-m" and not Path(script[0]).is_file():
+        hint = "what stands after -- is a script's path, or -m and a module"
+        raise LaunchError(f"{script[0]} is not a file", hint=hint)
+
+
 def _launch_script(target: Target, request: Request, say: Callable[[str], None]) -> Result:
-    script = Path(request.script[0])
-    if request.script[0] != "-m" and not script.is_file():
-        raise LaunchError(f"{script} is not a file", hint="what stands after -- is a script's path, or -m and a module")
     with tempfile.TemporaryDirectory(prefix="accel-parallel-") as folder:
         config = Path(folder) / "accelerate.yaml"
         _write(config, target.config)
         plan = _plan(target, request, config)
         if plan.note:
             say(plan.note)
-        say(f"starts {' '.join(request.script)}: {target.name}, {_processes(plan.num_processes)}")
-        ended: Ended = supervise(plan)
+        line = f"starts {' '.join(request.script)}: {target.name}, {_processes(plan.num_processes)}"
+        ended = supervise(plan, lambda: say(line))
     if ended.traceback:
         say(ended.traceback.rstrip("\n"))
     return Result({"script": list(request.script)}, [], ended.problems, ended.exit_code)
@@ -113,8 +121,6 @@ def _plan(target: Target, request: Request, config: Path, run: Path | None = Non
     worker += ["--keep-precision"] if request.keep_precision else []
     if request.script:
         module = request.script[0] == "-m"
-        if module and len(request.script) == 1:
-            raise LaunchError("-m names no module")
         worker += ["--module", *request.script[1:]] if module else list(request.script)
     else:
         worker += ["--stop-at", str(request.stop_at)] if request.stop_at else []
@@ -130,15 +136,15 @@ def _plan(target: Target, request: Request, config: Path, run: Path | None = Non
 
 
 def _print_env(target: Target) -> Result:
-    if not target.environment:
-        raise LaunchError("--print-env is about the training loop", hint="leave the script out")
     lines = shell_environment(target.environment, os.environ, target.spec.num_processes)
     return Result({"environment": target.environment}, lines)
 
 
 def _dry_run(target: Target, request: Request) -> Result:
     run = request.run or Path("runs") / f"{target.name}-NNN"
-    plan = _plan(target, request, run / "accelerate.yaml", run)
+    # Under a script the file is a temporary one.
+    config = Path(f"{target.name}.yaml") if request.script else run / "accelerate.yaml"
+    plan = _plan(target, request, config, run)
     note = [f"# {plan.note}"] if plan.note else []
     exported = [f"{key}={value}" for key, value in target.environment.items()]
     lines = [f"# {plan.config}", target.config.rstrip("\n"), ""]

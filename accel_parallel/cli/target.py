@@ -7,7 +7,7 @@ from accel_parallel.accelerate_yaml import AccelerateFile, environment, loads, n
 from accel_parallel.asked import Asked, adapt_spec
 from accel_parallel.errors import LaunchError, Problem, SpecError
 from accel_parallel.spec import Destination, RunSpec, destinations, find_spec, parse_set, read_spec
-from accel_parallel.strategies import find_strategy
+from accel_parallel.strategies import STRATEGIES, find_strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,14 @@ def find_target(
 
     Raises LaunchError or SpecError when it cannot be found, or contradicts the other options.
     """
-    if names_a_file(target):
+    if target not in STRATEGIES and names_a_file(target):
         return _file(read_file(Path(target)), spec, sets, num_processes, own_loop)
-    return _strategy(target, spec, sets, num_processes)
+    return _strategy(target, spec, sets, num_processes, own_loop)
 
 
-def _strategy(name: str, spec_path: Path | None, sets: tuple[str, ...], num_processes: int | None) -> Target:
+def _strategy(
+    name: str, spec_path: Path | None, sets: tuple[str, ...], num_processes: int | None, own_loop: bool
+) -> Target:
     strategy = find_strategy(name)
     if num_processes is not None:
         sets = (*sets, f"distributed.processes_per_machine={num_processes}")
@@ -46,6 +48,10 @@ def _strategy(name: str, spec_path: Path | None, sets: tuple[str, ...], num_proc
     spec, raised = strategy.resolve(draft), strategy.raised(draft)
     if raised and num_processes is not None:
         raise LaunchError(raised, hint="leave --num-processes out, or raise it")
+    if not own_loop:
+        # A script has its own batch, which need not divide by the processes as the loop's has to.
+        batch = {"batch_size": spec.num_processes * spec.training.grad_accum_steps}
+        spec = spec.model_copy(update={"training": spec.training.model_copy(update=batch)})
     config = render_file(spec, strategy, source="spec.yaml")
     return Target(name, config, spec, environment(loads(config)), notes=(raised,) if raised else ())
 
@@ -59,10 +65,10 @@ def _file(
     spec = spec.with_world(machines, processes)
     exported: dict[str, str] = {}
     if own_loop:
-        exported = environment(file.config)
+        exported = _environment(file)
         world = {"WORLD_SIZE": str(machines * processes), "LOCAL_WORLD_SIZE": str(processes)}
         spec = adapt_spec(spec, Asked.from_environment({**exported, **world}))
-    found = {"main_process_ip": file.config.get("main_process_ip"), "main_process_port": file.main_process_port}
+    found = {"main_process_ip": file.main_process_ip, "main_process_port": file.main_process_port}
     address = {key: value for key, value in found.items() if value is not None}
     spec = spec.model_copy(update={"distributed": spec.distributed.model_copy(update=address)})
     arguments = ("--num_processes", str(machines * processes)) if num_processes is not None else ()
@@ -78,9 +84,18 @@ def _refuse_decided(file: AccelerateFile, sets: tuple[str, ...]) -> None:
         raise SpecError([Problem(f"is decided by {file.path}", path=f"--set {key}", hint=hint) for key in decided])
 
 
+def _environment(file: AccelerateFile) -> dict[str, str]:
+    try:
+        return environment(file.config)
+    except LaunchError as error:
+        raise LaunchError(f"{file.path}: {error.message}", hint=error.hint) from None
+
+
 def _world(file: AccelerateFile, num_processes: int | None) -> tuple[int, int]:
     """Machines, and processes on each."""
     machines = file.num_machines
+    if file.kind == "NO" and machines > 1:
+        raise LaunchError(f"{file.path}: distributed_type 'NO' is one process, num_machines is {machines}")
     if file.kind == "NO" and num_processes not in (None, 1):
         raise LaunchError(f"--num-processes {num_processes}: {file.path} is of distributed_type 'NO', one process")
     if num_processes is not None:
