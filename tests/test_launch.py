@@ -129,7 +129,7 @@ def test_torchrun_is_the_same_run(home: Path, launched: subprocess.CompletedProc
     script = (
         'eval "$(accel-parallel launch fsdp --print-env)" && '
         'torchrun --standalone --nproc_per_node "$ACCEL_PARALLEL_NUM_PROCESSES" '
-        "-m accel_parallel.train --run runs/torchrun"
+        "-m accel_parallel.train --run-dir runs/torchrun"
     )
     result = command(["bash", "-c", script], home)
     assert result.returncode == 0, result.stderr
@@ -140,7 +140,7 @@ def test_torchrun_is_the_same_run(home: Path, launched: subprocess.CompletedProc
 def test_torchrun_with_fewer_processes_than_promised_is_refused(home: Path) -> None:
     script = (
         'eval "$(accel-parallel launch ddp --print-env)" && '
-        "torchrun --standalone --nproc_per_node 1 -m accel_parallel.train --run runs/fewer"
+        "torchrun --standalone --nproc_per_node 1 -m accel_parallel.train --run-dir runs/fewer"
     )
     result = command(["bash", "-c", script], home)
     assert result.returncode == 1
@@ -232,15 +232,20 @@ def result_of(stdout: str) -> list[str]:
 def test_a_script_runs_under_the_same_file_really_sharded(home: Path, script: Path) -> None:
     one = launch(home, "single", "--", str(script), "--lr", "3")
     ddp = launch(home, "ddp", "--", str(script), "--lr", "3")
-    fsdp = launch(home, "accelerate_configs/fsdp.yaml", "--", str(script), "--lr", "3")
-    for result in (one, ddp, fsdp):
+    fsdp = launch(home, "fsdp", "--", str(script), "--lr", "3")
+    (home / "mine/file.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 2\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: 100}\n"
+    )
+    file = launch(home, "mine/file.yaml", "--", str(script), "--lr", "3")
+    for result in (one, ddp, fsdp, file):
         assert result.returncode == 0, result.stderr
     rest = ["neighbour", "--lr", "3"]
     loss = result_of(one.stdout)[2]
     assert float(loss) > 0
     assert result_of(one.stdout) == ["1", "False", loss, *rest]
     assert result_of(ddp.stdout) == ["2", "False", loss, *rest]
-    assert result_of(fsdp.stdout) == ["2", "True", loss, *rest]
+    assert result_of(fsdp.stdout) == result_of(file.stdout) == ["2", "True", loss, *rest]
     assert "on CPU: device: accelerator -> cpu" in fsdp.stderr
     assert not (home / "mine/runs").exists()
 
@@ -258,4 +263,4 @@ def test_a_module_runs_as_python_m_runs_it(home: Path) -> None:
     """Accelerate's own test of its collectives, unchanged, on CPU processes."""
     result = launch(home, "ddp", "--", "-m", "accelerate.test_utils.scripts.test_ops")
     assert result.returncode == 0, result.stderr
-    assert "Test gather" in result.stdout or "test_gather" in result.stdout, result.stdout
+    assert "testing reduce_mean" in result.stdout

@@ -15,12 +15,13 @@ BLOCK_CLASS = "TransformerBlock"
 Config = dict[str, Any]
 
 
-def render(spec: RunSpec, strategy: Strategy) -> Config:
+def render(spec: RunSpec, strategy: Strategy, *, foreign: bool = False) -> Config:
     """The keys of the YAML that `spec` (with the strategy's overrides applied) becomes.
 
+    `foreign`: a script with a model of its own is to run under it, so that nothing is said of `TransformerLM`.
     Raises SpecError listing everything that stands against it.
     """
-    problems = _problems(spec, strategy.kind)
+    problems = _problems(spec, strategy.kind, foreign)
     if problems:
         raise SpecError(
             Problem(f"{strategy.name}: {text}", code="not-renderable", hint=hint) for text, hint in problems
@@ -31,7 +32,8 @@ def render(spec: RunSpec, strategy: Strategy) -> Config:
         case Kind.DDP:
             return {"distributed_type": "MULTI_GPU", **_processes(spec), **_precision(spec)}
         case Kind.FSDP:
-            fsdp = _fsdp2(spec) if spec.fsdp.version == 2 else _fsdp1(spec)
+            wrap = _foreign_wrap(spec) if foreign else _wrap(spec)
+            fsdp = _fsdp2(spec, wrap) if spec.fsdp.version == 2 else _fsdp1(spec, wrap)
             return {
                 "distributed_type": "FSDP",
                 **_processes(spec),
@@ -58,22 +60,22 @@ def _precision(spec: RunSpec) -> Config:
     return {"mixed_precision": spec.distributed.mixed_precision}
 
 
-def _fsdp2(spec: RunSpec) -> Config:
+def _fsdp2(spec: RunSpec, wrap: Config) -> Config:
     return {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": spec.fsdp.sharding_strategy != "SHARD_GRAD_OP",
-        **_wrap(spec),
+        **wrap,
         **_offload(spec),
         "fsdp_cpu_ram_efficient_loading": spec.fsdp.cpu_ram_efficient_loading,
     }
 
 
-def _fsdp1(spec: RunSpec) -> Config:
+def _fsdp1(spec: RunSpec, wrap: Config) -> Config:
     sharded = spec.fsdp.sharding_strategy != "NO_SHARD"
     return {
         "fsdp_version": 1,
         "fsdp_sharding_strategy": spec.fsdp.sharding_strategy,
-        **_wrap(spec),
+        **wrap,
         **_offload(spec),
         **({"fsdp_backward_prefetch": "BACKWARD_PRE"} if sharded else {}),
         "fsdp_use_orig_params": True,
@@ -88,6 +90,13 @@ def _wrap(spec: RunSpec) -> Config:
     if spec.fsdp.wrap == "block" and spec.model.shape.block_parameters >= spec.fsdp.min_num_params:
         return {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": BLOCK_CLASS}
     return {"fsdp_auto_wrap_policy": "NO_WRAP"}
+
+
+def _foreign_wrap(spec: RunSpec) -> Config:
+    """Without a class, Accelerate wraps those that the model names in `_no_split_modules`, as Hugging Face's do."""
+    if spec.fsdp.wrap == "size":
+        return {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": spec.fsdp.min_num_params}
+    return {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if spec.fsdp.wrap == "block" else "NO_WRAP"}
 
 
 def largest_module(spec: RunSpec) -> int:
@@ -125,16 +134,16 @@ def _replicas(spec: RunSpec) -> int:
     return spec.fsdp.dp_replicate or (machines if machines > 1 else 2)
 
 
-def _problems(spec: RunSpec, kind: Kind) -> list[tuple[str, str | None]]:
+def _problems(spec: RunSpec, kind: Kind, foreign: bool) -> list[tuple[str, str | None]]:
     """What stands against rendering, each with a hint."""
     found: list[tuple[str, str | None]] = []
     if kind is Kind.NO and spec.num_processes != 1:
         found.append((f"is one process; the specification asks for {spec.num_processes}", "use ddp or fsdp"))
-    if batch := spec.batch_problem():
+    if not foreign and (batch := spec.batch_problem()):
         found.append((batch, None))
     if kind is Kind.FSDP and spec.fsdp.sharding_strategy == "HYBRID_SHARD":
         found += _hybrid_problems(spec)
-    if kind is Kind.FSDP and spec.fsdp.wrap == "size":
+    if kind is Kind.FSDP and spec.fsdp.wrap == "size" and not foreign:
         found += _tied_problems(spec)
     return found
 

@@ -61,12 +61,16 @@ REASONS: Mapping[str, str | Mapping[object, str]] = {
 }
 
 
-def reasons(spec: RunSpec, config: Config) -> dict[str, str]:
+def reasons(spec: RunSpec, config: Config, *, foreign: bool = False) -> dict[str, str]:
     """The reasons that hold numbers of this specification, to go over the general ones."""
     found: dict[str, str] = {}
     block, threshold = spec.model.shape.block_parameters, spec.fsdp.min_num_params
     policy = config.get("fsdp_config", {}).get("fsdp_auto_wrap_policy")
-    if policy == "TRANSFORMER_BASED_WRAP":
+    if foreign and policy == "TRANSFORMER_BASED_WRAP":
+        found["fsdp_auto_wrap_policy"] = "a unit per module of the classes that the model names in _no_split_modules"
+    elif foreign:
+        pass
+    elif policy == "TRANSFORMER_BASED_WRAP":
         found["fsdp_auto_wrap_policy"] = (
             f"{spec.model.num_layers} units: a block has {block:,} >= {threshold:,} parameters"
         )
@@ -106,10 +110,11 @@ def _reason(key: str, value: object, notes: Mapping[str, str] | None) -> str:
     return reason if isinstance(reason, str) else reason.get(value, "")
 
 
-def render_file(spec: RunSpec, strategy: Strategy, *, source: str = "parallelism.yaml") -> str:
+def render_file(spec: RunSpec, strategy: Strategy, *, source: str = "parallelism.yaml", foreign: bool = False) -> str:
     """The whole text of a strategy's file: `render`, then `dumps` with this specification's reasons."""
-    config = render(spec, strategy)
-    return dumps(config, title=f"{strategy.name}: {strategy.summary}", source=source, notes=reasons(spec, config))
+    config = render(spec, strategy, foreign=foreign)
+    notes = reasons(spec, config, foreign=foreign)
+    return dumps(config, title=f"{strategy.name}: {strategy.summary}", source=source, notes=notes)
 
 
 def loads(text: str) -> Config:

@@ -1,5 +1,7 @@
 """What `launch` was asked to start: a strategy of the catalogue, or an accelerate file."""
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,11 +50,7 @@ def _strategy(
     spec, raised = strategy.resolve(draft), strategy.raised(draft)
     if raised and num_processes is not None:
         raise LaunchError(raised, hint="leave --num-processes out, or raise it")
-    if not own_loop:
-        # A script has its own batch, which need not divide by the processes as the loop's has to.
-        batch = {"batch_size": spec.num_processes * spec.training.grad_accum_steps}
-        spec = spec.model_copy(update={"training": spec.training.model_copy(update=batch)})
-    config = render_file(spec, strategy, source="spec.yaml")
+    config = render_file(spec, strategy, source="spec.yaml", foreign=not own_loop)
     return Target(name, config, spec, environment(loads(config)), notes=(raised,) if raised else ())
 
 
@@ -66,6 +64,7 @@ def _file(
     exported: dict[str, str] = {}
     if own_loop:
         exported = _environment(file)
+        _check_sizes(file, exported, machines * processes)
         world = {"WORLD_SIZE": str(machines * processes), "LOCAL_WORLD_SIZE": str(processes)}
         spec = adapt_spec(spec, Asked.from_environment({**exported, **world}))
     found = {"main_process_ip": file.main_process_ip, "main_process_port": file.main_process_port}
@@ -89,6 +88,14 @@ def _environment(file: AccelerateFile) -> dict[str, str]:
         return environment(file.config)
     except LaunchError as error:
         raise LaunchError(f"{file.path}: {error.message}", hint=error.hint) from None
+
+
+def _check_sizes(file: AccelerateFile, exported: dict[str, str], total: int) -> None:
+    """The dimensions of parallelism_config have to fill the world: Accelerate says so only in the workers."""
+    sizes = [int(size) for key, size in exported.items() if re.fullmatch(r"PARALLELISM_CONFIG_\w+_SIZE", key)]
+    if math.prod(sizes) not in (1, total):
+        message = f"the sizes of parallelism_config multiply to {math.prod(sizes)}, not to {total} processes"
+        raise LaunchError(f"{file.path}: {message}")
 
 
 def _world(file: AccelerateFile, num_processes: int | None) -> tuple[int, int]:

@@ -29,7 +29,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m accel_parallel.train", description=__doc__)
     result.add_argument("--spec", type=Path, help="specification (default: accelerate_configs/parallelism.yaml)")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a key")
-    result.add_argument("--run", type=Path, help="run directory to start in or continue")
+    # torchrun takes --run for an abbreviation of an option of its own, wherever it stands.
+    result.add_argument("--run", "--run-dir", type=Path, help="run directory to start in or continue")
     result.add_argument("--fresh", action="store_true", help="start a new run directory")
     result.add_argument("--cpu", action="store_true", help="use CPUs even where there are accelerators")
     result.add_argument("--keep-precision", action="store_true", help="on CPU, compute in the asked precision")
