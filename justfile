@@ -112,6 +112,11 @@ check:
 test *args:
     pytest {{args}}
 
+# Measure memory and collectives of every strategy on this machine, for docs/strategies.md; takes minutes.
+[group('develop')]
+measure-strategies:
+    python docs/measure.py
+
 # Write the pages of docs/ that come from the code.
 [group('develop')]
 docs *args:

@@ -63,5 +63,5 @@ def _derived(section: str, values: dict[str, Any]) -> set[str]:
 def beside(entry: str, comment: str | None, column: int = COMMENT_COLUMN) -> list[str]:
     """The entry with its comment in a column of its own, going on below where it is long."""
     column = max(column, len(entry) + 2)
-    first, *rest = textwrap.wrap(comment or "", WIDTH - column - 2) or [""]
+    first, *rest = textwrap.wrap(comment or "", max(40, WIDTH - column - 2)) or [""]
     return [f"{entry:<{column}}# {first}" if first else entry, *(f"{'':<{column}}# {line}" for line in rest)]

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 import accel_parallel
 from accel_parallel.errors import DataError
+from accel_parallel.spec.tree import parse
 from accel_parallel.suggest import did_you_mean
 
 
@@ -88,12 +89,12 @@ def read_recipe(path: Path) -> Recipe:
     Raises DataError that names the file, every wrong key and what it may be.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree, _ = parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"recipe {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise DataError(f"recipe {path} is not UTF-8 text") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, AttributeError, LookupError, RecursionError) as error:
         raise DataError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise DataError(f"recipe {path} should hold keys such as source:, not {type(tree).__name__}")
