@@ -32,7 +32,7 @@ def specification(strategy: str) -> RunSpec:
     return STRATEGIES[strategy].resolve(read_spec(None, SHAPE))
 
 
-def _observe(spec: RunSpec, peak_of: int) -> dict[str, Any]:
+def _observe(spec: RunSpec, peak_of: int, keep_precision: bool) -> dict[str, Any]:
     os.environ["KINETO_LOG_LEVEL"] = "99"
     import torch
 
@@ -42,7 +42,7 @@ def _observe(spec: RunSpec, peak_of: int) -> dict[str, Any]:
     from accel_parallel.train.runtime import Runtime, cpu
 
     cpu.use_all_cores = lambda *_: torch.set_num_threads(1)
-    runtime = Runtime.start(spec)
+    runtime = Runtime.start(spec, keep_precision=keep_precision)
     fresh = TransformerLM(spec.model)
     if runtime.fills_weights():
         fresh.init_weights(0)
@@ -63,13 +63,13 @@ def _observe(spec: RunSpec, peak_of: int) -> dict[str, Any]:
 
 
 @cache
-def observed(strategy: str) -> list[dict[str, Any]]:
-    """What each rank saw; every strategy runs once."""
+def observed(strategy: str, keep_precision: bool = False) -> list[dict[str, Any]]:
+    """What each rank saw; every strategy runs once, in float32 unless the asked bfloat16 is kept."""
     spec = specification(strategy)
     environment = launcher_environment(render_file(spec, STRATEGIES[strategy]))
     peak_of = 3 if strategy in PEAKS else 1
     machines = spec.distributed.num_machines
-    results = run_processes(_observe, environment, spec.num_processes, spec, peak_of, machines=machines)
+    results = run_processes(_observe, environment, spec.num_processes, spec, peak_of, keep_precision, machines=machines)
     assert [kind for kind, _ in results] == ["ok"] * spec.num_processes, results
     return [result for _, result in results]
 
@@ -124,6 +124,18 @@ def test_collectives_of_a_step_are_what_the_units_ask_for(strategy: str) -> None
         for key, (_, size) in wanted.items():
             assert size <= seen[key][1] <= size + PADDING, key
         assert all(item["group_size"] == 2 for item in rank["traffic"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1_full_shard"])
+def test_bf16_is_gathered_and_float32_reduced(strategy: str) -> None:
+    """The policy that makes the strategies agree; Accelerate's own reduces in bfloat16."""
+    wanted = expected(strategy, specification(strategy))
+    for rank in observed(strategy, keep_precision=True):
+        seen = counted(rank["traffic"])
+        assert set(seen) == set(wanted)
+        for (phase, kind), (_, size) in wanted.items():
+            size = size // 2 if kind == "all_gather" else size
+            assert size <= seen[phase, kind][1] <= size + PADDING, (phase, kind)
 
 
 def test_ddp_reduces_as_many_buckets_as_its_limit_makes() -> None:
