@@ -8,27 +8,27 @@ default:
 single *args:
     accel-parallel launch single {{args}}
 
-# Train with DistributedDataParallel: a replica of the model in each process.
+# Train with DistributedDataParallel: a replica in each process.
 [group('train')]
 ddp *args:
     accel-parallel launch ddp {{args}}
 
-# Train fully sharded: parameters, gradients and optimizer state split over the processes.
+# Train sharded, as the fsdp section says.
 [group('train')]
 fsdp *args:
     accel-parallel launch fsdp {{args}}
 
-# FSDP that keeps gathered parameters from the forward to the backward pass: faster, needs more memory.
+# FSDP, SHARD_GRAD_OP: parameters stay gathered from forward to backward pass.
 [group('train')]
 fsdp_shard_grad_op *args:
     accel-parallel launch fsdp_shard_grad_op {{args}}
 
-# FSDP that shards inside a replica and keeps several replicas, one a machine; 4 processes at least.
+# FSDP, HYBRID_SHARD: replicas of a sharded model; 4 processes at least.
 [group('train')]
 fsdp_hybrid_shard *args:
     accel-parallel launch fsdp_hybrid_shard {{args}}
 
-# FSDP whose shards and optimizer state rest in host memory.
+# FSDP, shards and optimizer state rest in host memory.
 [group('train')]
 fsdp_cpu_offload *args:
     accel-parallel launch fsdp_cpu_offload {{args}}
@@ -48,17 +48,17 @@ fsdp1_shard_grad_op *args:
 fsdp1_no_shard *args:
     accel-parallel launch fsdp1_no_shard {{args}}
 
-# FSDP version 1, HYBRID_SHARD: on each machine with --machine-rank N --run DIR; `just two-machines` rehearses it here.
+# FSDP version 1, HYBRID_SHARD: two machines at least (see two-machines).
 [group('version 1')]
 fsdp1_hybrid_shard *args:
     accel-parallel launch fsdp1_hybrid_shard {{args}}
 
-# FSDP version 1 whose shards rest in host memory.
+# FSDP version 1, shards and optimizer state rest in host memory.
 [group('version 1')]
 fsdp1_cpu_offload *args:
     accel-parallel launch fsdp1_cpu_offload {{args}}
 
-# DDP started by torchrun: the environment carries the strategy.
+# DDP started by torchrun.
 [group('other launchers')]
 torchrun-ddp *args:
     #!/usr/bin/env bash
@@ -66,7 +66,7 @@ torchrun-ddp *args:
     eval "$(accel-parallel launch ddp --print-env)"
     torchrun --standalone --nproc_per_node "$ACCEL_PARALLEL_NUM_PROCESSES" -m accel_parallel.train {{args}}
 
-# FSDP started by torchrun: the environment carries the strategy.
+# FSDP started by torchrun.
 [group('other launchers')]
 torchrun-fsdp *args:
     #!/usr/bin/env bash
@@ -74,7 +74,7 @@ torchrun-fsdp *args:
     eval "$(accel-parallel launch fsdp --print-env)"
     torchrun --standalone --nproc_per_node "$ACCEL_PARALLEL_NUM_PROCESSES" -m accel_parallel.train {{args}}
 
-# Two "machines" of one process each (fsdp1_hybrid_shard: two) on this host, from one specification.
+# A strategy on two "machines" that are both this host.
 [group('other launchers')]
 two-machines strategy *args:
     #!/usr/bin/env bash
@@ -112,7 +112,7 @@ check:
 test *args:
     pytest {{args}}
 
-# Measure memory and collectives of every strategy on this machine, for docs/strategies.md; takes minutes.
+# Measure what each strategy costs, for docs/strategies.md; takes minutes.
 [group('develop')]
 measure-strategies:
     python docs/measure.py
