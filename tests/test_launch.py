@@ -41,6 +41,7 @@ def test_launch_trains_and_sums_up(home: Path, launched: subprocess.CompletedPro
     assert "step 20/20  loss" in launched.stderr
     assert "Traceback" not in launched.stderr
     assert "Warning" not in launched.stderr
+    assert "\x1b" not in launched.stdout + launched.stderr, "nothing but text in a pipe"
 
 
 def test_again_it_says_that_the_run_is_complete(home: Path, launched: subprocess.CompletedProcess[str]) -> None:

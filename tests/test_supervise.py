@@ -44,6 +44,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, toy: list[str]) -> Path:
     [
         ("raise", 1, "KeyError: 'a key that nobody has' (on rank 1 at step 4) (traceback in runs/raise/traceback.txt)"),
         ("exit", 1, "rank 1 ended with exit code 7 at step 4 without saying why"),
+        ("deaf", 1, "rank 1 ended with exit code 7 at step 4 without saying why"),
         ("kill", 1, "rank 1 was killed by SIGKILL at step 4"),
         ("memory", 2, "out of memory on rank 1 at step 4: tried to allocate "),
     ],

@@ -1,6 +1,7 @@
 """Loaded by every Python process of a launch whose PYTHONPATH holds this folder: lets one worker fail at a step.
 
-FAULT is "<kind> <rank> <step>"; the time of the fault is written to the file that FAULT_TIME names.
+FAULT is "<kind> <rank> <step>"; of kind "deaf" the rank exits and the others hear no SIGTERM. The time of the fault is
+written to the file that FAULT_TIME names.
 """
 
 import os
@@ -17,9 +18,13 @@ def install() -> None:
 
     def faulty(control: Control, at: int) -> None:
         begin(control, at)
-        if at == int(step) and os.environ.get("RANK", "0") == rank:
+        if at != int(step):
+            return
+        if os.environ.get("RANK", "0") == rank:
             Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
             fail(kind)
+        elif kind == "deaf":
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     Control.begin = faulty  # type: ignore[method-assign]
 
@@ -27,7 +32,7 @@ def install() -> None:
 def fail(kind: str) -> None:
     if kind == "raise":
         raise KeyError("a key that nobody has")
-    if kind == "exit":
+    if kind in ("exit", "deaf"):
         os._exit(7)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -35,9 +40,6 @@ def fail(kind: str) -> None:
         import torch
 
         torch.empty(2**60, dtype=torch.uint8)
-    if kind == "hang":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.kill(int(os.environ["VICTIM"]) if "VICTIM" in os.environ else os.getpid(), signal.SIGSTOP)
 
 
 if "FAULT" in os.environ:
