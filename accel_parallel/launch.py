@@ -44,7 +44,8 @@ def check_machines(spec: RunSpec, machine_rank: int | None) -> None:
     if machines == 1 and machine_rank in (None, 0):
         return
     if machines == 1:
-        raise LaunchError(f"--machine-rank {machine_rank}: this launch has one machine", hint="distributed.num_machines")
+        message = f"--machine-rank {machine_rank}: this launch has one machine"
+        raise LaunchError(message, hint="distributed.num_machines")
     if spec.distributed.main_process_ip is None:
         hint = "distributed.main_process_ip, or main_process_ip in a file of yours"
         raise LaunchError(f"{machines} machines need the address of machine 0", hint=hint)

@@ -85,8 +85,6 @@ def _create(root: Path, strategy: str, number: int, spec: RunSpec, note: str | N
             path.mkdir(parents=True)
             break
         except FileExistsError:
-            if not path.is_dir():
-                raise RunError(f"{path} is a file", hint="move it away") from None
             number += 1
         except OSError as error:
             raise _not_writable(path, error) from None

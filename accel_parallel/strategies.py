@@ -58,7 +58,7 @@ class Strategy:
         if (machines, processes) == (asked.num_machines, asked.processes_per_machine):
             return None
         was = f"{asked.num_machines} x {asked.processes_per_machine}"
-        return f"{self.name} needs more than {was} processes: {machines} machines x {processes}"
+        return f"{self.name} needs more than {was} processes (machines x processes on each): {machines} x {processes}"
 
     def refuse_contradictions(self, sets: Iterable[str]) -> None:
         """Raises SpecError when an override of the command line wants something else than this name means."""

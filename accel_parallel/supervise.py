@@ -127,8 +127,7 @@ def _ended(status: Path, returncode: int, signals: _Signals, killed_for_memory: 
         # On several machines only the first has a summary.
         return Ended(130 if signals.interrupted else 0, summary, [])
     errors = {int(rank): error for rank in _ranks(status, "error-", ".json") if (error := _error(status, rank))}
-    # Who ended without a word: SIGTERM is how the launcher ends the others.
-    mute = [f for f in agent.get("failures", []) if f["rank"] not in errors and f["exit_code"] != -signal.SIGTERM]
+    mute = _mute(agent.get("failures", []), errors, signals.received, killed_for_memory)
     told = sorted(errors.values(), key=_order)
     # What a worker says it knows best; then one that could say nothing any more; that it lost the others comes last.
     if told and (_order(told[0])[0] == 0 or not mute):
@@ -143,6 +142,27 @@ def _ended(status: Path, returncode: int, signals: _Signals, killed_for_memory: 
         return Ended(2, summary, [Problem(agent["message"], code="launcher")])
     end = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
     return Ended(1, summary, [Problem(f"the launcher ended without a result: {end}", code="launcher")])
+
+
+def _mute(
+    failures: list[dict[str, int]],
+    errors: dict[int, dict[str, Any]],
+    received: signal.Signals | None,
+    killed_for_memory: int,
+) -> list[dict[str, int]]:
+    """Who ended without a word and of its own, in the order in which the launcher saw it.
+
+    SIGTERM is how the launcher ends the others once one has failed, and SIGKILL if they do not obey.
+    """
+    asked = {-signal.SIGTERM} | ({-received, 128 + received} if received else set())
+    mute, crashed = [], False
+    for failure in failures:
+        rank, code = failure["rank"], failure["exit_code"]
+        if rank in errors:
+            crashed = crashed or _order(errors[rank])[0] == 1
+        elif code not in asked and not (crashed and code == -signal.SIGKILL and not killed_for_memory):
+            mute.append(failure)
+    return mute
 
 
 def _order(error: dict[str, Any]) -> tuple[int, float]:

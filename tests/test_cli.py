@@ -2,19 +2,22 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from accel_parallel.cli import main
-from accel_parallel.errors import AccelParallelError, LaunchError, MismatchError, SpecError
-from accel_parallel.launch import check_machines, plan_launch
+from accel_parallel.errors import AccelParallelError, LaunchError, MismatchError, Problem, SpecError
+from accel_parallel.launch import LaunchPlan, check_machines, plan_launch
 from accel_parallel.runs import open_run
 from accel_parallel.spec import load_spec
 from accel_parallel.strategies import STRATEGIES
+from accel_parallel.supervise import Ended
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +52,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         ),
         (["launch", "fsdp", "--num-processes", "3"], "nearest that do: 30 or 33"),
         (["launch", "fsdp", "--num-processes", "0"], "'0' is not a whole number from 1 on"),
+        (["launch", "fsdp", "--stop-at", "soon"], "'soon' is not a whole number from 1 on"),
         (["launch", "ddp", "--set", "distributed.num_machines=2"], "2 machines need the address of machine 0"),
         (["launch"], "the following arguments are required: STRATEGY"),
         (["launch", "fsdp", "--fres"], "unrecognized arguments: --fres; did you mean '--fresh'?"),
@@ -173,12 +177,11 @@ def test_several_machines_need_a_number_each() -> None:
     sets = ["distributed.num_machines=2", "distributed.main_process_ip=10.0.0.1"]
     spec = load_spec(None, sets)
     with pytest.raises(LaunchError, match="which one is this"):
-        check_machines(spec, None, Path("run"))
-    with pytest.raises(LaunchError, match="--machine-rank 2 is not one of 0 to 1"):
-        check_machines(spec, 2, Path("run"))
-    with pytest.raises(LaunchError, match="have to share one run directory"):
-        check_machines(spec, 1, None)
-    check_machines(spec, 1, Path("run"))
+        check_machines(spec, None)
+    for rank in (-1, 2):
+        with pytest.raises(LaunchError, match=f"--machine-rank {rank} is not one of 0 to 1"):
+            check_machines(spec, rank)
+    check_machines(spec, 1)
     plan = plan_launch(spec, Path("run"), [], machine_rank=1)
     assert plan.launcher_arguments == ("--machine_rank", "1")
 
@@ -209,3 +212,178 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
     assert drawn == {cls.__name__ for cls in classes}
     assert MismatchError.exit_code == 1
     assert SpecError.exit_code == 2
+
+
+# --- What a launch does before and after the processes ----------------------------------------------------------------
+
+
+class Supervised:
+    """Stands in for `supervise`: remembers what it was to start, lets `during` happen, and ends as told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans: list[LaunchPlan] = []
+        self.ends = Ended(0, None, [])
+        self.during: Callable[[LaunchPlan], object] = lambda plan: None
+        monkeypatch.setattr("accel_parallel.cli.launch.supervise", self.supervise)
+
+    def supervise(self, plan: LaunchPlan, announce: Callable[[], None]) -> Ended:
+        announce()
+        self.plans.append(plan)
+        self.during(plan)
+        return self.ends
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> Supervised:
+    return Supervised(monkeypatch)
+
+
+SUMMARY = {
+    "run": "runs/fsdp-001", "strategy": "fsdp", "world_size": 2, "device": "cpu", "step": 80, "steps": 80,
+    "tokens": 1, "first_train_loss": 7.5, "last_train_loss": 5.0, "val_loss": 5.0, "unigram_entropy": 5.5,
+    "val_tokens": 1000, "tokens_per_sec": None, "peak_memory_gib": [1.0, 1.0], "checkpoint": "c", "prompt": "p",
+    "sample": "s",
+}  # fmt: skip
+
+
+def checkpoint(run: Path, step: int) -> None:
+    folder = run / f"checkpoints/step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "shard").write_text("abc")
+    (folder / "manifest.json").write_text(json.dumps({"files": {"shard": 3}, "state": {}, "data": ""}))
+
+
+def test_a_launch_starts_a_run_then_continues_it_then_is_complete(
+    supervised: Supervised, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervised.ends = Ended(0, SUMMARY, [])
+    code, out, err = run(capsys, "launch", "fsdp", "--cpu", "--keep-precision", "--stop-at", "40")
+    assert (code, err) == (0, "starts runs/fsdp-001: fsdp, 2 processes\n")
+    assert "speed            nothing to do" in out
+    (plan,) = supervised.plans
+    assert plan.config.read_text().startswith("# fsdp: a shard in each process")
+    assert load_spec(Path("runs/fsdp-001/spec.yaml")).fsdp.version == 2
+    assert plan.worker_arguments == (
+        *("--spec", "runs/fsdp-001/spec.yaml", "--run", "runs/fsdp-001"),
+        *("--cpu", "--keep-precision", "--stop-at", "40"),
+    )
+    checkpoint(Path("runs/fsdp-001"), 40)
+    code, out, err = run(capsys, "launch", "fsdp", "--json")
+    assert err == "continues runs/fsdp-001: fsdp, 2 processes\n"
+    assert json.loads(out)["data"] == {"run": "runs/fsdp-001", "summary": SUMMARY}
+    checkpoint(Path("runs/fsdp-001"), 80)
+    Path("runs/fsdp-001/summary.json").write_text(json.dumps({"kind": "summary", **SUMMARY}))
+    code, out, err = run(capsys, "launch", "fsdp")
+    assert (code, out, err) == (0, "runs/fsdp-001 is complete (80 steps); --fresh starts a new run\n", "")
+    data = json.loads(run(capsys, "launch", "fsdp", "--json")[1])["data"]
+    assert (data["complete"], data["summary"]["step"]) == (True, 80)
+    assert len(supervised.plans) == 2, "a complete run starts nothing"
+
+
+def test_a_launch_that_fails_says_so_and_leaves_nothing_half_written(
+    supervised: Supervised, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = Path("runs/single-001/checkpoints/.partial-step-00000005")
+    supervised.during = lambda plan: half.mkdir(parents=True)
+    supervised.ends = Ended(1, None, [Problem("KeyError: 'x'", code="crash")], "Traceback ...\n")
+    code, out, err = run(capsys, "launch", "single")
+    assert (code, out) == (1, "")
+    assert err.splitlines() == [
+        "starts runs/single-001: single, 1 process",
+        "error: KeyError: 'x' (traceback in runs/single-001/traceback.txt)",
+    ]
+    assert Path("runs/single-001/traceback.txt").read_text() == "Traceback ...\n"
+    assert not half.exists()
+
+
+def test_only_the_first_machine_clears_up(supervised: Supervised, capsys: pytest.CaptureFixture[str]) -> None:
+    half = Path("r/checkpoints/.partial-step-00000005")
+    supervised.during = lambda plan: half.mkdir(parents=True)
+    supervised.ends = Ended(1, None, [Problem("lost")])
+    sets = ["--set", "distributed.num_machines=2", "--set", "distributed.main_process_ip=127.0.0.1"]
+    assert run(capsys, "launch", "ddp", *sets, "--run", "r", "--machine-rank", "1")[0] == 1
+    assert half.exists()
+
+
+def test_notes_come_before_the_start(supervised: Supervised, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "launch", "ddp")
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        sets = ["--set", f"distributed.main_process_port={port}", "--set", "training.lr=5e-4"]
+        err = run(capsys, "launch", "ddp", *sets)[2].splitlines()
+        Path("s.py").write_text("")
+        script = run(capsys, "launch", "ddp", *sets, "--", "s.py")[2].splitlines()
+    assert err[0] == "runs/ddp-001 holds another specification (training.lr 0.001 -> 0.0005): starting a new run"
+    assert err[1].startswith(f"port {port} is in use: ")
+    assert err[2] == "starts runs/ddp-002: ddp, 2 processes"
+    assert script[0].startswith(f"port {port} is in use: ")
+
+
+def test_a_script_gets_a_file_that_is_gone_afterwards(
+    supervised: Supervised, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("s.py").write_text("")
+    texts: list[str] = []
+    supervised.during = lambda plan: texts.append(plan.config.read_text())
+    supervised.ends = Ended(1, None, [Problem("ValueError: x", code="crash")], "Traceback ...\n")
+    code, out, err = run(capsys, "launch", "fsdp", "--json", "--", "s.py", "--json", "a")
+    assert code == 1
+    assert json.loads(out)["data"] == {"script": ["s.py", "--json", "a"]}
+    assert err == "starts s.py --json a: fsdp, 2 processes\nTraceback ...\n"
+    assert "distributed_type: FSDP" in texts[0]
+    assert supervised.plans[0].worker_arguments == ("s.py", "--json", "a")
+    assert not supervised.plans[0].config.exists()
+    assert not Path("runs").exists()
+
+
+def test_a_full_disk_is_one_line(
+    supervised: Supervised, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("accel_parallel.cli.launch.write_atomic", fail)
+    code, _, err = run(capsys, "launch", "single")
+    assert (code, err) == (2, "error: cannot write runs/single-001/accelerate.yaml: No space left on device\n")
+    assert supervised.plans == []
+
+
+def test_what_interrupts_a_verb_is_one_line(supervised: Supervised, capsys: pytest.CaptureFixture[str]) -> None:
+    supervised.during = lambda plan: signal.raise_signal(signal.SIGINT)
+    code, _, err = run(capsys, "launch", "single")
+    assert (code, err.splitlines()[-1]) == (130, "error: interrupted")
+
+    def fail(plan: LaunchPlan) -> None:
+        raise OSError(24, "Too many open files")
+
+    supervised.during = fail
+    code, _, err = run(capsys, "launch", "single")
+    assert (code, err.splitlines()[-1]) == (2, "error: Too many open files")
+
+
+def test_a_standard_output_that_is_full_is_one_line() -> None:
+    command = f"{sys.executable} -m accel_parallel launch single --dry-run > /dev/full"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "error: cannot write to the standard output: No space left on device\n"
+
+
+def test_prepare_is_the_other_tower_with_the_same_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def call(command: list[str]) -> int:
+        commands.append(command[1:])
+        return 7
+
+    monkeypatch.setattr(subprocess, "call", call)
+    assert run(capsys, "prepare", "--spec", "s.yaml", "--set", "data.recipe=x", "--set", "training.steps=3")[0] == 7
+    assert run(capsys, "prepare")[0] == 7
+    module = ["-m", "accel_parallel.train.prepare"]
+    assert commands == [
+        [*module, "--spec", "s.yaml", "--set", "data.recipe=x", "--set", "training.steps=3"],
+        module,
+    ]

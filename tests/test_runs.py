@@ -9,7 +9,14 @@ import pytest
 from accel_parallel.errors import RunError
 from accel_parallel.files import write_atomic
 from accel_parallel.metrics import by_step, mfu, read_lines, to_line
-from accel_parallel.runs import complete_checkpoints, newest_step, open_run
+from accel_parallel.runs import (
+    complete_checkpoints,
+    damaged_checkpoints,
+    discard_partial_checkpoints,
+    newest_checkpoint,
+    newest_step,
+    open_run,
+)
 from accel_parallel.spec import RunSpec, load_spec
 from accel_parallel.summary import render_summary
 
@@ -121,8 +128,56 @@ def test_a_checkpoint_without_a_readable_manifest_is_not_complete(text: str) -> 
     assert newest_step(run) == 5
 
 
+def manifest(run: Path, step: int, size: int = 3) -> Path:
+    """A checkpoint of one file with three characters, whose manifest says `size`."""
+    folder = run / f"checkpoints/step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "shard").write_text("abc")
+    (folder / "manifest.json").write_text(json.dumps({"files": {"shard": size}, "state": {}, "data": ""}))
+    return folder
+
+
+def test_a_checkpoint_that_lost_a_file_is_damaged_and_the_one_before_is_newest() -> None:
+    run = open_run(SPEC, "fsdp")
+    older, newer, cut = manifest(run.path, 5), manifest(run.path, 10), manifest(run.path, 15, size=4)
+    (run.checkpoints / "step-20").mkdir()
+    (run.checkpoints / "step-00000001").mkdir()
+    assert damaged_checkpoints(run.path) == [cut]
+    assert newest_checkpoint(run.path) == newer
+    (newer / "shard").unlink()
+    assert (newest_checkpoint(run.path), newest_step(run.path)) == (older, 5)
+    assert damaged_checkpoints(run.path) == [newer, cut]
+
+
+def test_only_what_a_save_left_half_written_is_removed() -> None:
+    run = open_run(SPEC, "fsdp")
+    whole, damaged = manifest(run.path, 5), manifest(run.path, 10, size=4)
+    (run.checkpoints / ".partial-step-00000015").mkdir()
+    (run.checkpoints / ".partial-step-00000015/shard").write_text("ab")
+    (run.checkpoints / ".other").mkdir()
+    discard_partial_checkpoints(run.path)
+    assert sorted(run.checkpoints.iterdir()) == sorted([whole, damaged, run.checkpoints / ".other"])
+    discard_partial_checkpoints(Path("gone"))
+
+
+def test_a_file_with_the_name_of_a_run_is_left_alone() -> None:
+    open_run(SPEC, "fsdp")
+    Path("runs/fsdp-002").write_text("mine")
+    for fresh in (False, True):
+        assert open_run(OTHER, "fsdp", fresh=fresh).path == Path(f"runs/fsdp-00{4 if fresh else 3}")
+    assert Path("runs/fsdp-002").read_text() == "mine"
+
+
+def test_a_run_may_be_named_after_any_file() -> None:
+    """`launch 'my[1].yaml'` has runs of that name."""
+    first = open_run(SPEC, "my[1]")
+    assert (first.path, first.metrics) == (Path("runs/my[1]-001"), Path("runs/my[1]-001/metrics.jsonl"))
+    assert open_run(SPEC, "my[1]").continues
+
+
 def test_no_checkpoint_is_step_0() -> None:
-    assert newest_step(open_run(SPEC, "fsdp").path) == 0
+    run = open_run(SPEC, "fsdp").path
+    assert (newest_step(run), newest_checkpoint(run), damaged_checkpoints(run)) == (0, None, [])
 
 
 def test_a_text_is_replaced_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +210,7 @@ def test_after_a_replay_the_last_line_of_a_step_wins() -> None:
 
 def test_a_line_cut_off_by_a_kill_is_left_out() -> None:
     path = Path("metrics.jsonl")
-    path.write_text('{"kind": "train", "step": 1}\n{"kind": "train", "st')
+    path.write_text('{"kind": "train", "step": 1}\n3\n{"step": 2}\n{"kind": "train", "st')
     assert read_lines(path) == [{"kind": "train", "step": 1}]
     assert read_lines(Path("none.jsonl")) == []
 

@@ -493,6 +493,13 @@ def test_reading_back_what_was_written_gives_the_same(spec: RunSpec, comments: b
     assert comments or len(keys) == len(spec.flat())
 
 
+def test_a_value_wider_than_the_page_keeps_its_description() -> None:
+    spec = load_spec(sets=[f"data.recipe={'x' * 200}"])
+    text = dump_spec(spec, comments=True)
+    assert load_spec(spec_file(text)) == spec
+    assert f"recipe: {'x' * 200}  # A recipe (a file in data/)" in text
+
+
 def test_the_file_to_edit_shows_every_key_with_its_description() -> None:
     text = dump_spec(RunSpec(), comments=True)
     assert max(len(line) for line in text.splitlines()) <= 120

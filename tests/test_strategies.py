@@ -65,8 +65,8 @@ def test_a_strategy_that_needs_more_processes_gets_them_and_says_so(
         assert said is None
     else:
         assert said == (
-            f"{name} needs more than {asked.num_machines} x {asked.processes_per_machine} processes: "
-            f"{world[0]} machines x {world[1]}"
+            f"{name} needs more than {asked.num_machines} x {asked.processes_per_machine} processes "
+            f"(machines x processes on each): {world[0]} x {world[1]}"
         )
 
 

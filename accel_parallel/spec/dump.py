@@ -43,8 +43,8 @@ def dump_spec(spec: RunSpec, *, comments: bool = False) -> str:
 
 def scalar(value: Any) -> str:
     """One YAML value on one line; words that YAML 1.1 would read as booleans come out quoted."""
-    # Only a double-quoted scalar keeps a line break on one line.
-    style = '"' if isinstance(value, str) and "\n" in value else None
+    # Only a double-quoted scalar keeps a line break on one line, of which YAML knows more than one.
+    style = '"' if isinstance(value, str) and not value.isprintable() else None
     text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=2**31, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("...").rstrip("\n")
 
