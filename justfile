@@ -107,9 +107,14 @@ check:
     accel-parallel config --check
     python docs/generate.py --check
 
-# Run the tests.
+# Run the tests, without the long ones.
 [group('develop')]
 test *args:
+    pytest -m "not slow" {{args}}
+
+# Run all tests, as CI does.
+[group('develop')]
+test-all *args:
     pytest {{args}}
 
 # Measure what each strategy costs, for docs/strategies.md; takes minutes.

@@ -60,7 +60,9 @@ def runs(toy: list[str], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(toy, tmp_path_factory.mktemp("catalogue"))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", ["tied", *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != "tied")]
+)
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_learns_what_one_process_learns(strategy: str, variant: str, runs: Runs) -> None:
     reference, result = runs.get("single", variant), runs.get(strategy, variant)
@@ -106,6 +108,7 @@ def test_resumed_run_is_the_straight_one_bit_for_bit(strategy: str, runs: Runs) 
     assert resumed.column("loss", "eval")[-1] == straight.column("loss", "eval")[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_bf16_agrees_with_ddp(strategy: str, runs: Runs) -> None:
     """Products in bfloat16, gradients reduced in float32, a float32 loss: the policy that all strategies share."""
@@ -134,7 +137,9 @@ def untied(toy: list[str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 @pytest.mark.parametrize("threshold", THRESHOLDS)
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1_full_shard", "fsdp1_shard_grad_op"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", "fsdp1_full_shard", pytest.param("fsdp1_shard_grad_op", marks=pytest.mark.slow)]
+)
 def test_thresholds_of_the_wrap(strategy: str, threshold: str, untied: Trained, toy: list[str], tmp_path: Path) -> None:
     vocabulary, smallest = THRESHOLDS[threshold]
     sets = [*toy, *UNTIED, vocabulary, "fsdp.wrap=size", f"fsdp.min_num_params={smallest}"]

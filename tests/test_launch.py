@@ -165,6 +165,7 @@ def test_two_machines_that_are_one(home: Path) -> None:
     assert losses(home / "runs/machines") == losses(home / "runs/one")
 
 
+@pytest.mark.slow
 def test_two_machines_of_plain_accelerate_from_one_file(home: Path, launched: subprocess.CompletedProcess[str]) -> None:
     """The same YAML on both, only --machine_rank differs."""
     sets = ["distributed.num_machines=2", "distributed.processes_per_machine=1"]
@@ -260,6 +261,7 @@ def test_a_failing_script_shows_its_own_error_once(home: Path, script: Path) -> 
     assert "elastic" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_module_runs_as_python_m_runs_it(home: Path) -> None:
     """Accelerate's own test of its collectives, unchanged, on CPU processes."""
     result = launch(home, "ddp", "--", "-m", "accelerate.test_utils.scripts.test_ops")

@@ -113,7 +113,9 @@ def test_a_killed_agent_leaves_no_worker_and_the_run_goes_on(home: Path) -> None
 # --- Requests to stop -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_a_signal_stops_after_the_current_step(number: signal.Signals, home: Path) -> None:
     """Nobody has to wait for the next report, which is never."""
     run = home / f"runs/stopped-{number.name}"
