@@ -71,7 +71,7 @@ class Asked:
         parallelism = (
             (Parallelism.FSDP2 if version2 else Parallelism.FSDP1)
             if fsdp
-            else Parallelism.DDP if world_size > 1 else Parallelism.SINGLE
+            else Parallelism.DDP if world_size > 1 or "LOCAL_RANK" in env else Parallelism.SINGLE
         )  # fmt: skip
         replicas = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")) if version2 else 1
         strategy = _strategy(env, version2, replicas) if fsdp else "NO_SHARD"

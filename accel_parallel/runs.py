@@ -7,6 +7,7 @@ A run is `runs/<strategy>-<NNN>/` with `spec.yaml`, `accelerate.yaml`, `metrics.
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ ROOT = Path("runs")
 _NUMBERED = re.compile(r"-(\d{3,})$")
 _STEP = re.compile(r"step-(\d{8,})$")
 MANIFEST = "manifest.json"
+STATE = {"step", "samples", "tokens"}
+"""What a manifest says of where training is: optimizer steps done, sequences and tokens seen."""
 
 
 @dataclass(frozen=True)
@@ -38,33 +41,49 @@ class Run:
 
 
 def open_run(
-    spec: RunSpec, strategy: str, *, root: Path = ROOT, explicit: Path | None = None, fresh: bool = False
+    spec: RunSpec,
+    strategy: str,
+    *,
+    root: Path = ROOT,
+    explicit: Path | None = None,
+    fresh: bool = False,
+    claim: Callable[[Path], None] = lambda path: None,
 ) -> Run:
     """The directory this launch writes to, created with its `spec.yaml` if it is new.
 
     `explicit` names one, which may hold a run of another strategy; otherwise the newest run of `strategy` whose
-    deciding keys are equal is continued, and `fresh` or a different specification takes the next number.
+    deciding keys are equal is continued, and `fresh` or a different specification takes the next number. `claim` is
+    called with the directory before anything is written into it.
     Raises RunError when the named directory holds a run of another specification, or cannot be written.
     """
-    if explicit is not None:
-        return _explicit(spec, explicit, fresh)
+    run = _explicit(spec, explicit, fresh) if explicit is not None else _next(spec, strategy, root, fresh)
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        claim(run.path)
+        write_atomic(run.path / "spec.yaml", dump_spec(spec))
+    except OSError as error:
+        raise _not_writable(run.path, error) from None
+    return run
+
+
+def _next(spec: RunSpec, strategy: str, root: Path, fresh: bool) -> Run:
     existing = _numbered(root, strategy)
     note = None
     if not fresh:
         for path in reversed(existing):
             differences = _differences(path, spec)
             if not differences:
-                return _write_spec(Run(path, continues=True), spec)
+                return Run(path, continues=True)
             note = note or f"{path} holds another specification ({'; '.join(differences)}): starting a new run"
     last = int(_NUMBERED.search(existing[-1].name)[1]) if existing else 0  # type: ignore[index]
-    return _create(root, strategy, last + 1, spec, note)
+    return _create(root, strategy, last + 1, note)
 
 
 def _explicit(spec: RunSpec, path: Path, fresh: bool) -> Run:
     if not (path / "spec.yaml").exists():
         if path.exists() and not (path.is_dir() and all(entry.name.startswith(".") for entry in path.iterdir())):
             raise RunError(f"{path} is not a run directory and not empty", hint="name a new directory with --run")
-        return _write_spec(Run(path, continues=False), spec)
+        return Run(path, continues=False)
     if fresh:
         raise RunError(
             f"{path} already holds a run, and nothing is overwritten", hint="name a new directory with --run"
@@ -75,10 +94,10 @@ def _explicit(spec: RunSpec, path: Path, fresh: bool) -> Run:
             f"{path} holds another specification: {'; '.join(differences)}",
             hint="--fresh without --run starts a new run directory",
         )
-    return _write_spec(Run(path, continues=True), spec)
+    return Run(path, continues=True)
 
 
-def _create(root: Path, strategy: str, number: int, spec: RunSpec, note: str | None) -> Run:
+def _create(root: Path, strategy: str, number: int, note: str | None) -> Run:
     while True:
         path = root / f"{strategy}-{number:03d}"
         try:
@@ -88,16 +107,7 @@ def _create(root: Path, strategy: str, number: int, spec: RunSpec, note: str | N
             number += 1
         except OSError as error:
             raise _not_writable(path, error) from None
-    return _write_spec(Run(path, continues=False, note=note), spec)
-
-
-def _write_spec(run: Run, spec: RunSpec) -> Run:
-    try:
-        run.path.mkdir(parents=True, exist_ok=True)
-        write_atomic(run.path / "spec.yaml", dump_spec(spec))
-    except OSError as error:
-        raise _not_writable(run.path, error) from None
-    return run
+    return Run(path, continues=False, note=note)
 
 
 def _not_writable(path: Path, error: OSError) -> RunError:
@@ -146,9 +156,13 @@ def _is_complete(checkpoint: Path) -> bool:
     files, state = manifest.get("files"), manifest.get("state")
     if not isinstance(files, dict) or not files or not isinstance(state, dict) or "data" not in manifest:
         return False
+    if set(state) != STATE or not all(type(count) is int and count >= 0 for count in state.values()):
+        return False
+    if checkpoint.name != f"step-{state['step']:08d}":
+        return False
     try:
         return all((checkpoint / name).stat().st_size == size for name, size in files.items())
-    except OSError:
+    except (OSError, ValueError):  # a name may be anything
         return False
 
 

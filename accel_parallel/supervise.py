@@ -45,6 +45,7 @@ def supervise(plan: LaunchPlan, announce: Callable[[], None] = lambda: None) -> 
         command = [sys.executable, "-m", "accel_parallel.train.agent", name, *plan.arguments("--status-dir", name)]
         killed_before = _killed_for_memory()
         announce()
+        (status / "pid-launcher").write_text(str(os.getpid()), encoding="ascii")
         # A session of its own: the terminal's Ctrl-C reaches this process only, which passes it on as a request.
         child = subprocess.Popen(
             command, start_new_session=True, env=launcher_environment(os.environ, plan.num_processes)
@@ -106,13 +107,11 @@ class _Signals:
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """End the launcher, which ends its workers; when it is killed they end by themselves (agent.die_with_parent)."""
-    for number, seconds in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=seconds)
-            return
+    """End the launcher at once; its workers die with it (agent.die_with_parent)."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=10)
 
 
 def _ended(status: Path, returncode: int, signals: _Signals, killed_for_memory: int) -> Ended:

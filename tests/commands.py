@@ -109,6 +109,10 @@ def wait_for_workers(run: Path, count: int) -> list[int]:
     return workers
 
 
+def parent_of(pid: int) -> int:
+    return int((Path("/proc") / str(pid) / "stat").read_text().split()[3])
+
+
 def alive(pid: int) -> bool:
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().split()[2] != "Z"

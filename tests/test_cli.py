@@ -250,7 +250,8 @@ def checkpoint(run: Path, step: int) -> None:
     folder = run / f"checkpoints/step-{step:08d}"
     folder.mkdir(parents=True)
     (folder / "shard").write_text("abc")
-    (folder / "manifest.json").write_text(json.dumps({"files": {"shard": 3}, "state": {}, "data": ""}))
+    state = {"step": step, "samples": 8 * step, "tokens": 256 * step}
+    (folder / "manifest.json").write_text(json.dumps({"files": {"shard": 3}, "state": state, "data": ""}))
 
 
 def test_a_launch_starts_a_run_then_continues_it_then_is_complete(

@@ -370,8 +370,8 @@ def test_an_interrupt_before_the_start_ends_it(tmp_path: Path) -> None:
     assert (ended.exit_code, line(ended)) == (130, "ended before the first step")
 
 
-def test_a_launcher_that_does_not_obey_is_killed() -> None:
-    for ignores, number in ((False, signal.SIGTERM), (True, signal.SIGKILL)):
+def test_the_launcher_is_ended_whether_it_obeys_or_not() -> None:
+    for ignores in (False, True):
         program = f"trap '{'' if ignores else '-'}' TERM; echo ready; read _"
         with subprocess.Popen(
             ["bash", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
@@ -379,4 +379,4 @@ def test_a_launcher_that_does_not_obey_is_killed() -> None:
             assert child.stdout is not None
             assert child.stdout.readline() == b"ready\n"
             _end_group(child)
-            assert child.returncode == -number
+            assert child.returncode == -signal.SIGKILL

@@ -262,6 +262,14 @@ def test_a_failing_script_shows_its_own_error_once(home: Path, script: Path) -> 
 
 
 @pytest.mark.slow
+def test_ddp_of_one_process_is_ddp(home: Path) -> None:
+    result = launch(home, "ddp", "--num-processes", "1", "--run", "runs/ddp-of-one", "--stop-at", "1")
+    assert result.returncode == 0, result.stderr
+    observed = json.loads((home / "runs/ddp-of-one/environment.json").read_text())["observed"]
+    assert (observed["parallelism"], observed["world_size"]) == ("ddp", 1)
+
+
+@pytest.mark.slow
 def test_a_module_runs_as_python_m_runs_it(home: Path) -> None:
     """Accelerate's own test of its collectives, unchanged, on CPU processes."""
     result = launch(home, "ddp", "--", "-m", "accelerate.test_utils.scripts.test_ops")

@@ -139,6 +139,7 @@ def test_wishes_that_accelerate_does_not_read(change: dict[str, str], words: str
     [
         ({}, "single"),
         ({"WORLD_SIZE": "2"}, "ddp"),
+        ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "ddp"),
         (ENVIRONMENT, "fsdp"),
         ({**ENVIRONMENT, "FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_shard_grad_op"),
         ({**ENVIRONMENT, "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_cpu_offload"),

@@ -113,16 +113,26 @@ def test_two_launches_at_once_get_a_directory_each() -> None:
         "\x00",
         '{"files": {"shard": 3}}',
         '{"files": {"shard": 3}, "state": {}, "data": ""}',
+        '{"files": {"shard": 3}, "state": {"step": 10, "samples": "x", "tokens": 1}, "data": ""}',
+        '{"files": {"shard": 3}, "state": {"step": 9, "samples": 1, "tokens": 1}, "data": ""}',
+        '{"files": {"shard": 3}, "state": {"step": 10, "samples": 1, "tokens": 1, "more": 1}, "data": ""}',
+        '{"files": {"a\\u0000b": 3}, "state": {"step": 10, "samples": 1, "tokens": 1}, "data": ""}',
     ],
 )
 def test_a_checkpoint_without_a_readable_manifest_is_not_complete(text: str) -> None:
     run = open_run(SPEC, "fsdp").path
     for step in (5, 10):
         (run / f"checkpoints/step-{step:08d}").mkdir(parents=True)
-    good = {"format": 1, "files": {"shard": 3}, "state": {"step": 5}, "data": "fingerprint"}
+    good = {
+        "format": 1,
+        "files": {"shard": 3},
+        "state": {"step": 5, "samples": 40, "tokens": 1280},
+        "data": "fingerprint",
+    }
     (run / "checkpoints/step-00000005/manifest.json").write_text(json.dumps(good))
     (run / "checkpoints/step-00000005/shard").write_text("abc")
     (run / "checkpoints/step-00000010/manifest.json").write_text(text)
+    (run / "checkpoints/step-00000010/shard").write_text("abc")
     (run / "checkpoints/.partial-step-00000015").mkdir()
     assert list(complete_checkpoints(run)) == [5]
     assert newest_step(run) == 5
@@ -133,7 +143,8 @@ def manifest(run: Path, step: int, size: int = 3) -> Path:
     folder = run / f"checkpoints/step-{step:08d}"
     folder.mkdir(parents=True)
     (folder / "shard").write_text("abc")
-    (folder / "manifest.json").write_text(json.dumps({"files": {"shard": size}, "state": {}, "data": ""}))
+    state = {"step": step, "samples": 8 * step, "tokens": 256 * step}
+    (folder / "manifest.json").write_text(json.dumps({"files": {"shard": size}, "state": state, "data": ""}))
     return folder
 
 

@@ -12,8 +12,9 @@ PACKAGE = Path(__file__).parent.parent / "accel_parallel"
 
 # The floor of each module or folder; a module imports only from floors strictly below its own.
 FLOORS = {
-    "errors": 0, "suggest": 0, "files": 0, "arguments": 0, "metrics": 0, "shapes": 0, "hardware": 0, "redact": 0,
-    "spec": 1, "summary": 1,
+    "errors": 0, "say": 0, "suggest": 0, "files": 0, "arguments": 0, "metrics": 0, "shapes": 0, "hardware": 0,
+    "redact": 0,
+    "spec": 1, "locks": 1, "summary": 1,
     "runs": 2, "strategies": 2, "asked": 2,
     "accelerate_yaml": 3, "substitutions": 3,
     "launch": 4,

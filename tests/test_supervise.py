@@ -22,6 +22,7 @@ from tests.commands import (
     launch,
     losses,
     make_home,
+    parent_of,
     start,
     wait_for_steps,
     wait_for_workers,
@@ -86,11 +87,15 @@ def test_a_killed_agent_leaves_no_worker_and_the_run_goes_on(home: Path) -> None
     arguments = ["ddp", "--run", str(run), *LONG, "--set", "checkpoint.every=2"]
     with start(home, *arguments) as process:
         workers = wait_for_workers(run, 2)
-        second = launch(home, "ddp", "--run", str(run), *LONG)
+        (run / "checkpoints/.partial-step-00000099").mkdir()
+        before = (run / "spec.yaml").read_text()
+        second = launch(home, "ddp", "--run", str(run), *LONG, "--set", "checkpoint.every=3")
         assert second.returncode == 2
         assert "another launch is running in" in second.stderr
+        assert (run / "checkpoints/.partial-step-00000099").exists(), "a save of the first launch"
+        assert (run / "spec.yaml").read_text() == before
         assert all(map(alive, workers)), "the first launch is not disturbed"
-        (agent,) = {int((Path("/proc") / str(pid) / "stat").read_text().split()[3]) for pid in workers}
+        (agent,) = {parent_of(pid) for pid in workers}
         os.kill(agent, signal.SIGKILL)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -108,23 +113,36 @@ def test_a_killed_agent_leaves_no_worker_and_the_run_goes_on(home: Path) -> None
     assert f"continues at step {done} of 5000" in again.stderr
     assert f"{done + 3} of 5000" in again.stdout
     assert {done + 1, done + 2, done + 3} <= set(by_step(read_lines(run / "metrics.jsonl"), "train"))
+    assert not list((run / "checkpoints").glob(".partial*")), "left by the killed launch"
+
+
+def test_an_agent_whose_launcher_is_gone_starts_nothing(tmp_path: Path) -> None:
+    """It died before the kernel was asked to tell of it."""
+    (tmp_path / "pid-launcher").write_text("1")
+    arguments = [str(BIN / "python"), "-m", "accel_parallel.train.agent", str(tmp_path), "--nothing"]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert not (tmp_path / "agent.json").exists()
 
 
 # --- Requests to stop -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+    ("number", "to_all"),
+    [(signal.SIGTERM, True), (signal.SIGUSR1, True), pytest.param(signal.SIGHUP, False, marks=pytest.mark.slow)],
 )
-def test_a_signal_stops_after_the_current_step(number: signal.Signals, home: Path) -> None:
-    """Nobody has to wait for the next report, which is never."""
+def test_a_signal_stops_after_the_current_step(number: signal.Signals, to_all: bool, home: Path) -> None:
+    """Nobody has to wait for the next report, which is never. A scheduler sends it to every process of the job."""
     run = home / f"runs/stopped-{number.name}"
     rarely = ["--set", "logging.every=4000", "--set", "training.warmup_steps=0"]
     with start(home, "ddp", "--run", str(run), *LONG, *rarely) as process:
         wait_for_steps(run, 1)
         time.sleep(1)
         workers = workers_of(run.name)
-        process.send_signal(number)
+        for pid in (process.pid, *({parent_of(worker) for worker in workers} if to_all else ()), *workers):
+            if to_all or pid == process.pid:
+                os.kill(pid, number)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
     assert "stopping after the current step, with a checkpoint" in stderr
@@ -264,6 +282,17 @@ def test_a_closed_standard_output_is_one_line_after_training(home: Path) -> None
     assert "Traceback" not in result.stderr
     assert list(complete_checkpoints(home / "runs/closed")) == [2]
     assert json.loads((home / "runs/closed/summary.json").read_text())["step"] == 2
+
+
+def test_a_standard_error_that_is_full_does_not_stop_training(home: Path) -> None:
+    script = "exec accel-parallel launch single --run runs/mute --stop-at 2 2>/dev/full"
+    result = subprocess.run(
+        ["bash", "-c", script], cwd=home, stdout=subprocess.PIPE, text=True, timeout=120, check=False,
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert result.returncode == 0
+    assert "2 of 20" in result.stdout
+    assert list(complete_checkpoints(home / "runs/mute")) == [2]
 
 
 def test_a_read_only_run_directory_is_one_line(home: Path, tmp_path: Path) -> None:

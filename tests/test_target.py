@@ -184,6 +184,31 @@ WRONG: dict[str, tuple[str | bytes, str]] = {
         FSDP + "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 2}\n",
         "f.yaml: the sizes of parallelism_config multiply to 4, not to 2 processes",
     ),
+    "another model's class": (
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP, "
+        "transformer_layer_cls_to_wrap: LlamaDecoderLayer}\n",
+        "f.yaml: fsdp_transformer_layer_cls_to_wrap names 'LlamaDecoderLayer', which TransformerLM does not have",
+    ),
+    "version 3": (
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 3}\n",
+        "f.yaml: fsdp_version is 3, and should be one of 1, 2",
+    ),
+    "a misspelt word": (
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_sharding_strategy: FULLSHARD}\n",
+        "should be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2; did you mean",
+    ),
+    "no truth": (
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_offload_params: maybe}\n",
+        "f.yaml: fsdp_offload_params is 'maybe', and should be true or false",
+    ),
+    "no number": (
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_min_num_params: 1e8}\n",
+        "f.yaml: fsdp_min_num_params is '1e8', and should be a whole number such as 1000000",
+    ),
+    "nothing to shard over": (
+        FSDP + "parallelism_config: {parallelism_config_dp_replicate_size: 2}\n",
+        "f.yaml: parallelism_config leaves nothing to shard over",
+    ),
     "tensor parallelism": (
         FSDP + "parallelism_config: {parallelism_config_tp_size: 2}\n",
         "parallelism_config tp_size 2 in the accelerate YAML: this loop splits neither a sequence nor a matrix",
@@ -207,7 +232,7 @@ def test_a_wrong_file_is_one_line(content: str | bytes, words: str, capsys: pyte
 def test_a_file_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "launch", "gone.yaml") == "cannot read gone.yaml: No such file or directory"
     Path("folder.yaml").mkdir()
-    assert refused(capsys, "launch", "folder.yaml") == "cannot read folder.yaml: Is a directory"
+    assert refused(capsys, "launch", "folder.yaml") == "folder.yaml is not a file"
     assert refused(capsys, "launch", "./ddp") == "cannot read ddp: No such file or directory"
 
 
@@ -253,7 +278,7 @@ def test_a_key_that_the_file_decides_is_not_set(entry: str, capsys: pytest.Captu
         (
             ["fsdp_hybrid_shard", "--num-processes", "2"],
             "fsdp_hybrid_shard needs more than 1 x 2 processes (machines x processes on each): 1 x 4 "
-            "(leave --num-processes out, or raise it)",
+            "(leave --num-processes out, or set distributed.num_machines)",
         ),
         (
             ["fsdp", "--", "gone.py"],
@@ -274,8 +299,10 @@ def test_a_key_that_the_file_decides_is_not_set(entry: str, capsys: pytest.Captu
             "--run, --fresh and --stop-at belong to the training loop, not to a script",
         ),
         (["fsdp", "--print-env", "--", "s.py"], "--print-env is about the training loop (leave the script out)"),
-        (["single", "--num-processes", "2"], "single means distributed.processes_per_machine=1"),
+        (["single", "--num-processes", "2"], "--num-processes 2: single is one process (use ddp or fsdp)"),
         (["fsdp", "--set", "distributed.mixed_precision=fp16"], "distributed.mixed_precision is 'fp16'"),
+        (["fsdp", "--", ""], "an empty name is no script"),
+        (["fsdp", "--", "-m", "--lr"], "-m names no module"),
         (["nothing"], "unknown strategy 'nothing'"),
     ],
 )

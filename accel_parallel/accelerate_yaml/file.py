@@ -72,6 +72,8 @@ def read_file(path: Path) -> AccelerateFile:
     Raises LaunchError if it cannot be read, is not a mapping, or names no way to distribute that Accelerate knows.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise LaunchError(f"{path} is not a file")
         if path.stat().st_size > _MAX_BYTES:
             raise LaunchError(f"{path} has more than {_MAX_BYTES:,} bytes: not an accelerate file")
         text = path.read_text(encoding="utf-8")

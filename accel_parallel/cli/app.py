@@ -58,6 +58,13 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
+    try:
+        run(argv)
+    except KeyboardInterrupt:  # while something is imported; the verbs answer it by themselves
+        sys.exit(130)
+
+
+def run(argv: Sequence[str] | None) -> NoReturn:
     # Looking for plugins of pydantic reads the metadata of every installed package: 80 ms for each start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     import_when_used("importlib.metadata")

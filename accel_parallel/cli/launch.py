@@ -11,6 +11,7 @@ from accel_parallel.cli.target import Target, find_target
 from accel_parallel.errors import LaunchError, Problem, RunError
 from accel_parallel.files import write_atomic
 from accel_parallel.launch import LOOP, SCRIPT, LaunchPlan, check_machines, plan_launch, shell_environment
+from accel_parallel.locks import Lock, hold_as_launcher
 from accel_parallel.metrics import read_lines
 from accel_parallel.runs import Run, discard_partial_checkpoints, newest_step, open_run
 from accel_parallel.summary import render_summary
@@ -53,6 +54,9 @@ def launch(request: Request, say: Callable[[str], None]) -> Result:
     if request.script and request.print_env:
         raise LaunchError("--print-env is about the training loop", hint="leave the script out")
     _check_script(request.script)
+    threads = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if threads and not threads.isdecimal():
+        raise LaunchError(f"the environment variable OMP_NUM_THREADS is {threads!r}, not a number", hint="unset it")
     target = find_target(request.target, request.spec, request.sets, request.num_processes, own_loop=not request.script)
     for note in target.notes:
         say(note)
@@ -70,7 +74,23 @@ def _launch_loop(target: Target, request: Request, say: Callable[[str], None]) -
     spec, machines = target.spec, target.spec.distributed.num_machines
     if machines > 1 and request.run is None:
         raise LaunchError(f"{machines} machines have to share one run directory", hint="name it with --run on each")
-    run = open_run(spec, target.name, explicit=request.run, fresh=request.fresh)
+    main = request.machine_rank in (None, 0)
+    held: list[Lock] = []
+    try:
+        # The other machines share the directory, and write nothing into it that the first does not.
+        claim = (lambda path: held.append(hold_as_launcher(path))) if main else (lambda path: None)
+        run = open_run(spec, target.name, explicit=request.run, fresh=request.fresh, claim=claim)
+        result = _launch_run(target, request, run, say)
+        if result.exit_code and main:
+            discard_partial_checkpoints(run.path)
+        return result
+    finally:
+        for lock in held:
+            lock.release()
+
+
+def _launch_run(target: Target, request: Request, run: Run, say: Callable[[str], None]) -> Result:
+    spec = target.spec
     if run.note:
         say(run.note)
     step = newest_step(run.path)
@@ -84,8 +104,6 @@ def _launch_loop(target: Target, request: Request, say: Callable[[str], None]) -
     line = f"{'continues' if step else 'starts'} {run.path}: {target.name}, {_processes(spec.num_processes)}"
     ended = supervise(plan, lambda: say(line))
     problems = list(ended.problems)
-    if ended.exit_code and request.machine_rank in (None, 0):
-        discard_partial_checkpoints(run.path)
     if ended.traceback:
         trace = run.path / "traceback.txt"
         _write(trace, ended.traceback)
@@ -95,8 +113,10 @@ def _launch_loop(target: Target, request: Request, say: Callable[[str], None]) -
 
 
 def _check_script(script: tuple[str, ...]) -> None:
-    if script == ("-m",):
+    if script[:1] == ("-m",) and (len(script) == 1 or script[1].startswith("-")):
         raise LaunchError("-m names no module")
+    if script[:1] == ("",):
+        raise LaunchError("an empty name is no script")
     if script and script[0] != "-m" and not Path(script[0]).is_file():
         hint = "what stands after -- is a script's path, or -m and a module"
         raise LaunchError(f"{script[0]} is not a file", hint=hint)

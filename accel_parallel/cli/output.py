@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accel_parallel.errors import AccelParallelError, Problem, of_the_system
+from accel_parallel.say import say
 
 SCHEMA = 1
 
@@ -21,7 +22,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """One line of progress, on stderr."""
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        say(text)
 
     def finish(self, data: Any, lines: Sequence[str], problems: Sequence[Problem], exit_code: int) -> None:
         """Print the result and end the process."""

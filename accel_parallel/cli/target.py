@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_parallel.accelerate_yaml import AccelerateFile, environment, loads, names_a_file, read_file, render_file
+from accel_parallel.accelerate_yaml.values import check_classes, check_values
 from accel_parallel.asked import Asked, adapt_spec
 from accel_parallel.errors import LaunchError, Problem, SpecError
 from accel_parallel.spec import Destination, RunSpec, destinations, find_spec, parse_set, read_spec
@@ -43,13 +44,15 @@ def _strategy(
     name: str, spec_path: Path | None, sets: tuple[str, ...], num_processes: int | None, own_loop: bool
 ) -> Target:
     strategy = find_strategy(name)
-    if num_processes is not None:
-        sets = (*sets, f"distributed.processes_per_machine={num_processes}")
     strategy.refuse_contradictions(sets)
+    if num_processes is not None:
+        if strategy.overrides.get("distributed.processes_per_machine", num_processes) != num_processes:
+            raise LaunchError(f"--num-processes {num_processes}: {name} is one process", hint="use ddp or fsdp")
+        sets = (*sets, f"distributed.processes_per_machine={num_processes}")
     draft = read_spec(find_spec(spec_path), sets)
     spec, raised = strategy.resolve(draft), strategy.raised(draft)
     if raised and num_processes is not None:
-        raise LaunchError(raised, hint="leave --num-processes out, or raise it")
+        raise LaunchError(raised, hint="leave --num-processes out, or set distributed.num_machines")
     config = render_file(spec, strategy, source="spec.yaml", foreign=not own_loop)
     return Target(name, config, spec, environment(loads(config)), notes=(raised,) if raised else ())
 
@@ -64,6 +67,7 @@ def _file(
     exported: dict[str, str] = {}
     if own_loop:
         exported = _environment(file)
+        _check_values(file)
         _check_sizes(file, exported, machines * processes)
         world = {"WORLD_SIZE": str(machines * processes), "LOCAL_WORLD_SIZE": str(processes)}
         spec = adapt_spec(spec, Asked.from_environment({**exported, **world}))
@@ -93,9 +97,24 @@ def _environment(file: AccelerateFile) -> dict[str, str]:
 def _check_sizes(file: AccelerateFile, exported: dict[str, str], total: int) -> None:
     """The dimensions of parallelism_config have to fill the world: Accelerate says so only in the workers."""
     sizes = [int(size) for key, size in exported.items() if re.fullmatch(r"PARALLELISM_CONFIG_\w+_SIZE", key)]
+    replicas = int(exported.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+    if file.kind == "FSDP" and replicas > 1 and exported["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "1":
+        message = "parallelism_config leaves nothing to shard over: parallelism_config_dp_shard_size is 1"
+        raise LaunchError(f"{file.path}: {message}", hint="distributed_type MULTI_GPU only replicates")
     if math.prod(sizes) not in (1, total):
         message = f"the sizes of parallelism_config multiply to {math.prod(sizes)}, not to {total} processes"
         raise LaunchError(f"{file.path}: {message}")
+
+
+def _check_values(file: AccelerateFile) -> None:
+    section = file.config.get("fsdp_config")
+    if file.kind == "FSDP" and isinstance(section, dict):
+        values = {key if str(key).startswith("fsdp") else f"fsdp_{key}": section[key] for key in section}
+        try:
+            check_values(values)
+            check_classes(values)
+        except LaunchError as error:
+            raise LaunchError(f"{file.path}: {error.message}", hint=error.hint) from None
 
 
 def _world(file: AccelerateFile, num_processes: int | None) -> tuple[int, int]:

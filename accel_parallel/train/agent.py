@@ -7,47 +7,81 @@ same code and writes `agent.json`: which rank failed first, and how.
 import ctypes
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 SECONDS_TO_END = 8
+AGENT = "pid-agent"
+LAUNCHER = "pid-launcher"
 
 
-def die_with_parent(number: signal.Signals) -> None:
+def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     """Let the kernel send this process `number` when its parent dies, so that no launch leaves orphans. Linux only.
 
     prctl(2), PR_SET_PDEATHSIG = 1. The elastic launcher starts workers in sessions of their own, which no signal to
-    its process group reaches.
+    its process group reaches. `parent` is who it was to be: if that one died before, nobody else will tell.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
-def end_workers_within(seconds: int) -> None:
-    """After one worker has failed, the others get SIGTERM and, that many seconds later, SIGKILL. torch's own is 30."""
+def read_pid(path: Path) -> int | None:
+    """The process id in a file, None if there is none."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def hear_no_signals() -> None:
+    """A scheduler sends its signals to every process of a job. The workers and the launcher answer them, not the agent.
+
+    A handler that does nothing, and not SIG_IGN, which the workers would inherit.
+    """
+    from torch.distributed.elastic.multiprocessing import api
+
+    def nothing(signum: int, frame: FrameType | None) -> None: ...
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, nothing)
+    # torch would install its own, which ends the workers, when it starts them.
+    api._terminate_process_handler = nothing
+
+
+def end_workers(*, at_once: bool) -> None:
+    """After one worker has failed, the others are killed: `at_once`, or 8 s after SIGTERM; torch's own is 30 s.
+
+    To the workers of the training loop SIGTERM is a request to stop in order, which they could not agree on any more.
+    """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     original = PContext.close
 
     def close(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        original(context, death_sig, min(timeout, seconds))
+        original(context, signal.SIGKILL if at_once else death_sig, min(timeout, SECONDS_TO_END))
 
     PContext.close = close  # type: ignore[method-assign,assignment]
 
 
 def main(argv: list[str]) -> int:
-    die_with_parent(signal.SIGTERM)
     status, arguments = Path(argv[0]), argv[1:]
+    die_with_parent(signal.SIGKILL, read_pid(status / LAUNCHER))
+    (status / AGENT).write_text(str(os.getpid()), encoding="ascii")
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # What the elastic agent has to say about failures is in its exception; the launcher words it once.
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    end_workers_within(SECONDS_TO_END)
+    hear_no_signals()
+    end_workers(at_once="accel_parallel.train.script" not in arguments)
     report: dict[str, Any] = {"ok": True}
     try:
         launch_command(launch_command_parser().parse_args(arguments))

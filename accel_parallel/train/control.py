@@ -10,8 +10,8 @@ from types import FrameType
 class Control:
     """Stop requests in, the current step out.
 
-    Under our launcher both are files in `directory`: `stop` appears when somebody asks, `step-<rank>` holds the step.
-    Without it, SIGTERM, SIGUSR1 and SIGINT ask, and a second SIGINT ends at once.
+    SIGTERM, SIGUSR1, SIGHUP and SIGINT ask, and a second SIGINT ends at once. Under our launcher there are files in
+    `directory` besides: `stop` appears when somebody asks, `step-<rank>` holds the step.
     """
 
     def __init__(self, directory: Path | None = None, rank: int = 0) -> None:
@@ -23,10 +23,9 @@ class Control:
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def install(self) -> None:
-        """Take signals as requests. Not under our launcher: there SIGTERM means that another rank has failed."""
-        if self._flag is None:
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._note)
+        """Take signals as requests: a cluster's scheduler sends them to every process of a job."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._note)
 
     def restore(self) -> None:
         for number, handler in self._previous.items():

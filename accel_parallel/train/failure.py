@@ -12,7 +12,7 @@ _PEER_LOST = re.compile(
 )
 
 
-def explain(error: Exception, rank: int, step: int | None) -> AccelParallelError | None:
+def explain(error: BaseException, rank: int, step: int | None) -> AccelParallelError | None:
     """The error to show instead of `error`, if its cause is known. `step` as in `Control`."""
     if is_out_of_memory(error):
         asked = _ASKED_FOR.search(str(error))
@@ -30,10 +30,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def crash(error: BaseException, rank: int, step: int | None) -> Problem:
     """The line of an error that nobody expected. One that only says that another process has gone is marked."""
-    text = str(error).strip().splitlines()
-    if isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)):
+    try:
+        text = str(error).strip().splitlines()
+    except Exception:  # its own words fail too
+        text = []
+    if isinstance(error, RuntimeError) and _PEER_LOST.search("\n".join(text)):
         return Problem(f"lost the connection to another process {where(rank, step)}", code="peer-lost")
-    return Problem(f"{type(error).__name__}: {text[0] if text else 'no message'} ({where(rank, step)})", code="crash")
+    return Problem(
+        f"{type(error).__name__}: {_shown(text[0]) if text else 'no message'} ({where(rank, step)})", code="crash"
+    )
+
+
+def _shown(text: str) -> str:
+    """What a terminal would obey is not shown to it."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def where(rank: int, step: int | None) -> str:

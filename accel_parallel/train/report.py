@@ -1,7 +1,6 @@
 """Where the numbers of a run go: metrics.jsonl, the progress bar, trackers. Only the main process writes."""
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from accel_parallel.errors import RunError
 from accel_parallel.files import write_atomic
 from accel_parallel.metrics import by_step, format_gib, format_tokens_per_sec, read_lines, to_line
 from accel_parallel.runs import Run
+from accel_parallel.say import say
 from accel_parallel.train.checkpoint import Saved
 from accel_parallel.train.meter import Reading
 from accel_parallel.train.state import TrainState
@@ -84,7 +84,7 @@ class Reporter:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         else:
-            print(text, file=sys.stderr, flush=True)  # noqa: T201
+            say(text)
 
     def line(self, kind: str, values: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl, and give its numbers to the trackers."""
@@ -129,8 +129,9 @@ class Reporter:
 
     def losses(self, step: int) -> tuple[float | None, float | None]:
         """The first and the last train loss up to `step`, earlier launches included."""
-        rows = [row for at, row in by_step(read_lines(self._run.metrics), "train").items() if at <= step]
-        return (rows[0]["loss"], rows[-1]["loss"]) if rows else (None, None)
+        rows = by_step(read_lines(self._run.metrics), "train").items()
+        losses = [row["loss"] for at, row in rows if at <= step and _is_number(row.get("loss"))]
+        return (losses[0], losses[-1]) if losses else (None, None)
 
 
 def _is_number(value: object) -> bool:

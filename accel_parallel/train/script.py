@@ -6,6 +6,7 @@ processes, with the script's own plugins, precision and accumulation.
 
 import argparse
 import atexit
+import importlib.util
 import os
 import runpy
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from accel_parallel.asked import Asked
 from accel_parallel.errors import LaunchError, Problem
+from accel_parallel.say import say
 from accel_parallel.train.status import end_process, open_status
 
 
@@ -56,13 +58,19 @@ def enter_launch(force_cpu: bool, keep_precision: bool) -> None:
         return
     join(asked, True, {})
     for item in changed if os.environ.get("RANK", "0") == "0" else ():
-        print(f"on CPU: {item}", file=sys.stderr, flush=True)  # noqa: T201
+        say(f"on CPU: {item}")
 
 
 def run(script: str, arguments: list[str], *, as_module: bool) -> None:
     """Run a script, or a module, as the main program. What it raises goes through, SystemExit too."""
-    if not as_module and not Path(script).is_file():
+    if as_module:
+        sys.path.insert(0, str(Path.cwd()))
+        if not _is_module(script):
+            raise LaunchError(f"there is no module {script!r} in this environment or folder")
+    elif not Path(script).is_file():
         raise LaunchError(f"{script} is not a file", hint="the script's path, or -m and a module")
+    elif b"\0" in Path(script).read_bytes()[:4096]:
+        raise LaunchError(f"{script} is not a Python script")
     sys.argv = [script, *arguments]
     # As Python itself does: modules beside the script are found first, or those of the current folder.
     sys.path[0] = str(Path.cwd() if as_module else Path(script).resolve().parent)
@@ -70,6 +78,13 @@ def run(script: str, arguments: list[str], *, as_module: bool) -> None:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(script, run_name="__main__")
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package it is in
+        return False
 
 
 def finish(code: int) -> None:

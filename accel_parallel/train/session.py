@@ -9,9 +9,11 @@ from typing import Any
 
 from accel_parallel.errors import AccelParallelError, RunError, TrainingError
 from accel_parallel.files import write_atomic
+from accel_parallel.locks import WORKERS, Lock, hold
 from accel_parallel.metrics import to_line
 from accel_parallel.redact import redact_command, redact_variables
-from accel_parallel.runs import Run, complete_checkpoints, damaged_checkpoints, open_run
+from accel_parallel.runs import Run, complete_checkpoints, damaged_checkpoints, discard_partial_checkpoints, open_run
+from accel_parallel.say import say as say_aloud
 from accel_parallel.spec import RunSpec
 from accel_parallel.train.checkpoint import VERSIONS
 from accel_parallel.train.control import Control
@@ -41,9 +43,9 @@ class Options:
 
 def run_session(spec: RunSpec, options: Options, control: Control) -> dict[str, Any] | None:
     """Collective. Train as the launcher's environment says; the summary on the main process, None on the others."""
-    say = _say if int(os.environ.get("RANK", "0")) == 0 else _silent
+    say = say_aloud if int(os.environ.get("RANK", "0")) == 0 else _silent
     # On each machine the first process prepares, and one of those that wait says so.
-    heard = _say if local_rank() < 2 else _silent
+    heard = say_aloud if local_rank() < 2 else _silent
     data = prepare(spec.data, spec.model.vocab_size, leader=local_rank() == 0, say=heard)
     runtime = Runtime.start(spec, force_cpu=options.force_cpu, keep_precision=options.keep_precision)
     same_data(runtime, data)
@@ -89,9 +91,9 @@ def agree_on_run(runtime: Runtime, options: Options) -> Run:
     answer: Run | AccelParallelError
     try:
         name = runtime.asked.strategy_name
-        answer = open_run(runtime.spec, name, explicit=options.run, fresh=options.fresh) if runtime.is_main else _NOBODY
+        answer = _NOBODY
         if runtime.is_main:
-            lock(answer)
+            answer = open_run(runtime.spec, name, explicit=options.run, fresh=options.fresh, claim=claim)
     except AccelParallelError as error:
         answer = error
     answer = runtime.tell_all(answer)
@@ -100,23 +102,13 @@ def agree_on_run(runtime: Runtime, options: Options) -> Run:
     return answer
 
 
-def lock(run: Run) -> None:
-    """Keep every other launch out of the directory until this process ends. Raises RunError if one is in it."""
-    from filelock import FileLock, Timeout
-
-    try:
-        _HELD.append(FileLock(run.path / ".lock"))
-        _HELD[-1].acquire(timeout=0)
-    except Timeout:
-        hint = "wait for it, or start another with --fresh"
-        raise RunError(f"another launch is running in {run.path}", hint=hint) from None
-    except OSError as error:
-        raise RunError(f"cannot write to {run.path}: {error.strerror}") from None
+def claim(path: Path) -> None:
+    """Keep every other launch out of the directory until this process ends, and clear what a killed one left."""
+    _HELD.append(hold(path, WORKERS))
+    discard_partial_checkpoints(path)
 
 
-_HELD: list[Any] = []
-
-
+_HELD: list[Lock] = []
 _NOBODY = Run(Path(), continues=False)
 
 
@@ -187,10 +179,6 @@ def summarize(runtime: Runtime, data: TokenData, run: Run, outcome: Outcome, rep
     }
     write_atomic(run.path / "summary.json", to_line("summary", summary) + "\n")
     return summary
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _silent(text: str) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from accel_parallel.errors import AccelParallelError, Problem, of_the_system
 from accel_parallel.files import write_atomic
+from accel_parallel.say import say
 from accel_parallel.summary import render_summary
-from accel_parallel.train.agent import die_with_parent
+from accel_parallel.train.agent import AGENT, die_with_parent, read_pid
 from accel_parallel.train.control import Control
 from accel_parallel.train.failure import crash, explain
 
@@ -38,7 +39,9 @@ class Status:
             return self.failed(error.exit_code, error.problems)
         except KeyboardInterrupt:
             return 130
-        except Exception as error:
+        except SystemExit:
+            raise
+        except BaseException as error:  # torch raises some of its own that are no Exception
             if isinstance(error, OSError) and error.filename:
                 return self.failed(2, of_the_system(error).problems)
             return self.crashed(error)
@@ -52,7 +55,7 @@ class Status:
         else:
             print(render_summary(summary))  # noqa: T201
 
-    def crashed(self, error: Exception) -> int:
+    def crashed(self, error: BaseException) -> int:
         known = explain(error, self._rank, self.control.step)
         if known is not None:
             return self.failed(known.exit_code, known.problems)
@@ -73,9 +76,9 @@ class Status:
             # When all ranks fail of the same cause, the launcher ends this one before it repeats the main one's words.
             time.sleep(2)
         for problem in problems:
-            print(f"error: {problem}", file=sys.stderr, flush=True)  # noqa: T201
+            say(f"error: {problem}")
         if trace:
-            print(trace, file=sys.stderr, flush=True)  # noqa: T201
+            say(trace)
         return exit_code
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
@@ -83,7 +86,7 @@ class Status:
         write_atomic(self._directory / name, json.dumps(content))
 
 
-def _trace(error: Exception) -> str:
+def _trace(error: BaseException) -> str:
     """The traceback without what only starts the training or the script."""
     trace = error.__traceback__
     while trace and trace.tb_next and Path(trace.tb_frame.f_code.co_filename).name in _STARTERS:
@@ -102,6 +105,6 @@ def end_process(code: int) -> None:
 def open_status(directory: Path | None) -> Status:
     """The status of this process, which from now on dies with the launcher that reads it."""
     if directory is not None:
-        die_with_parent(signal.SIGKILL)
+        die_with_parent(signal.SIGKILL, read_pid(directory / AGENT))
         write_atomic(directory / f"pid-{os.environ.get('RANK', '0')}", str(os.getpid()))
     return Status(directory)

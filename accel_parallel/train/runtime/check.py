@@ -2,10 +2,11 @@
 
 import torch
 
-from accel_parallel.asked import Asked
+from accel_parallel.asked import Asked, Parallelism
 from accel_parallel.errors import MismatchError
 from accel_parallel.train.runtime.observe import Observed, Original
 
+_LOADING = "fsdp.cpu_ram_efficient_loading to false"
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -40,8 +41,9 @@ def mismatches(asked: Asked, observed: Observed, original: Original, mixed_preci
     if observed.tied != original.tied:
         names = ", ".join(" = ".join(group) for group in original.tied if group not in observed.tied)
         found.append(
-            f"tied weights came apart ({names}): "
-            "set fsdp.cpu_ram_efficient_loading to false, or model.tie_embeddings to false"
+            f"tied weights came apart ({names}): set "
+            + ("fsdp_use_orig_params to true" if observed.parallelism is Parallelism.FSDP1 else _LOADING)
+            + ", or model.tie_embeddings to false"
         )
     return found
 
