@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accel_parallel.errors import RunError, SpecError
@@ -30,6 +30,8 @@ class Run:
     path: Path
     continues: bool
     note: str | None = None
+    changes: tuple[str, ...] = ()
+    """What of its layout is asked for differently than when it ran last, such as `fsdp.version 2 -> 1`."""
 
     @property
     def checkpoints(self) -> Path:
@@ -60,6 +62,7 @@ def open_run(
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         claim(run.path)
+        run = replace(run, changes=_changes(run.path, spec)) if run.continues else run
         write_atomic(run.path / "spec.yaml", dump_spec(spec))
     except OSError as error:
         raise _not_writable(run.path, error) from None
@@ -126,6 +129,17 @@ def _differences(path: Path, spec: RunSpec) -> list[str]:
         return load_spec(path / "spec.yaml").identity_differences(spec)
     except SpecError:
         return ["its spec.yaml cannot be read"]
+
+
+def _changes(path: Path, spec: RunSpec) -> tuple[str, ...]:
+    """Keys that decide how the run is spread over processes; they may change when it is continued."""
+    try:
+        before, now = load_spec(path / "spec.yaml").flat(), spec.flat()
+    except SpecError:
+        return ()
+    layout = ("distributed.num_machines", "distributed.processes_per_machine")
+    keys = [key for key in now if key in layout or key.startswith("fsdp.")]
+    return tuple(f"{key} {before[key]} -> {now[key]}" for key in keys if before[key] != now[key])
 
 
 def complete_checkpoints(run: Path) -> dict[int, Path]:

@@ -144,7 +144,8 @@ def _links() -> str:
             fsdp                2p + 2b + 4p    blocks gathered twice
 
         At rest: {AT_REST}p bytes, /N if sharded (float32 parameters, gradients, two moments), of
-        {_gib(GPU.memory_mib)} GiB. Compute: {TOKENS:,} tokens a GPU and step x FLOPs a token /
+        {_gib(GPU.memory_mib)} GiB. Compute: {TOKENS:,} tokens a GPU and step x FLOPs a token
+        (6N + 12 x layers x hidden x tokens in a sequence, as `shapes.py` says) /
         ({GPU.peak_bf16_tflops:g} TFLOP/s x {MFU:.0%} MFU).
 
         {_table((*head, "compute, ms"), table, left=2)}

@@ -78,6 +78,7 @@ def test_runs_as_its_name_says(strategy: str, runs: Runs) -> None:
     asked, observed = environment["asked"], environment["observed"]
     assert runs.get(strategy, "tied").summary["strategy"] == strategy  # type: ignore[index]
     assert environment["overruled"] == []
+    assert "Warning" not in runs.get(strategy, "tied").log
     assert observed["parallelism"] == ("fsdp version 1" if strategy.startswith("fsdp1") else "fsdp version 2")
     assert observed["world_size"] == world_of(strategy)
     assert asked["shard_size"] == shard_of(strategy)

@@ -315,7 +315,7 @@ def test_notes_come_before_the_start(supervised: Supervised, capsys: pytest.Capt
         sets = ["--set", f"distributed.main_process_port={port}", "--set", "training.lr=5e-4"]
         err = run(capsys, "launch", "ddp", *sets)[2].splitlines()
         Path("s.py").write_text("")
-        script = run(capsys, "launch", "ddp", *sets, "--", "s.py")[2].splitlines()
+        script = run(capsys, "launch", "ddp", *sets[:2], "--", "s.py")[2].splitlines()
     assert err[0] == "runs/ddp-001 holds another specification (training.lr 0.001 -> 0.0005): starting a new run"
     assert err[1].startswith(f"port {port} is in use: ")
     assert err[2] == "starts runs/ddp-002: ddp, 2 processes"

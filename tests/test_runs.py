@@ -17,7 +17,7 @@ from accel_parallel.runs import (
     newest_step,
     open_run,
 )
-from accel_parallel.spec import RunSpec, load_spec
+from accel_parallel.spec import RunSpec, load_spec, read_spec
 from accel_parallel.summary import render_summary
 
 SPEC = RunSpec()
@@ -251,3 +251,19 @@ def test_summary_fits_80_columns_and_says_which_is_better() -> None:
     assert "the model is 0.50 nat better" in text
     assert "1,234 tokens/s" in text
     assert "0.50 nat worse" in render_summary({**summary, "val_loss": 6.0})
+
+
+def test_a_changed_layout_is_said_and_not_refused() -> None:
+    first = open_run(SPEC, "fsdp")
+    assert first.changes == ()
+    again = open_run(SPEC, "fsdp")
+    assert (again.path, again.changes) == (first.path, ())
+    other = read_spec().resolve({"fsdp.version": 1, "distributed.processes_per_machine": 4})
+    changed = open_run(other, "fsdp")
+    assert changed.path == first.path
+    assert changed.changes == (
+        "distributed.processes_per_machine 2 -> 4",
+        "fsdp.version 2 -> 1",
+        "fsdp.wrap block -> size",
+    )
+    assert open_run(other, "fsdp").changes == ()

@@ -303,6 +303,10 @@ def test_a_key_that_the_file_decides_is_not_set(entry: str, capsys: pytest.Captu
         (["fsdp", "--set", "distributed.mixed_precision=fp16"], "distributed.mixed_precision is 'fp16'"),
         (["fsdp", "--", ""], "an empty name is no script"),
         (["fsdp", "--", "-m", "--lr"], "-m names no module"),
+        (
+            ["ddp", "--set", "training.steps=3", "--", __file__],
+            "--set training.steps belongs to the training loop, not to a script of yours",
+        ),
         (["nothing"], "unknown strategy 'nothing'"),
     ],
 )

@@ -110,6 +110,7 @@ def _converse(leader: int, answers: Answers, time_out: float, patience: float) -
     before, screen = b"", b""  # what was shown up to the last answer, and since
     left = list(answers)
     heard = time.monotonic()
+    enter_at: float | None = None  # when to leave the menu whose row has been chosen
     while True:
         if select.select([leader], [], [], 0.05)[0]:
             try:
@@ -122,12 +123,23 @@ def _converse(leader: int, answers: Answers, time_out: float, patience: float) -
             heard = time.monotonic()
         silence = time.monotonic() - heard
         text = screen.decode(errors="replace")
+        if enter_at is not None:
+            # The menu throws away what comes between two keys: Enter waits, and is typed again if it got lost.
+            if _SHOW_CURSOR in text:
+                enter_at = None
+            elif time.monotonic() > enter_at and _reads_single_keys(leader):
+                os.write(leader, b"\r")
+                enter_at = time.monotonic() + 2
+            elif silence > time_out:
+                raise AssertionError(f"the menu does not end; shown since the last answer:\n{_tail(text)}")
+            continue
         asked = _menu(text) or _field(text)
         if asked and left and re.search(left[0][0], asked[0]):
             question, choices = asked
             if not choices or _reads_single_keys(leader):
                 os.write(leader, _keys(question, choices, left.pop(0)[1]))
                 before, screen, heard = before + screen, b"", time.monotonic()
+                enter_at = heard + 0.2 if choices else None
             else:
                 assert silence < time_out, f"the menu {question!r} does not read keys"
         elif asked and silence > patience:
@@ -172,11 +184,11 @@ def _reads_single_keys(leader: int) -> bool:
 
 
 def _keys(question: str, choices: list[str], wanted: str) -> bytes:
-    """What to type: a line, or the number of a menu's row (from 0) and Enter."""
+    """What to type: a line, or the number of a menu's row (from 0), before Enter."""
     if not choices:
         return f"{wanted}\n".encode()
     assert wanted in choices[:10], f"the menu {question!r} has no choice {wanted!r} in its first ten rows: {choices}"
-    return f"{choices.index(wanted)}\r".encode()
+    return str(choices.index(wanted)).encode()
 
 
 def _tail(shown: str) -> str:

@@ -14,6 +14,7 @@ from accel_parallel.launch import LOOP, SCRIPT, LaunchPlan, check_machines, plan
 from accel_parallel.locks import Lock, hold_as_launcher
 from accel_parallel.metrics import read_lines
 from accel_parallel.runs import Run, discard_partial_checkpoints, newest_step, open_run
+from accel_parallel.spec import Destination, destinations, parse_set
 from accel_parallel.summary import render_summary
 from accel_parallel.supervise import supervise
 
@@ -57,6 +58,8 @@ def launch(request: Request, say: Callable[[str], None]) -> Result:
     threads = os.environ.get("OMP_NUM_THREADS", "").strip()
     if threads and not threads.isdecimal():
         raise LaunchError(f"the environment variable OMP_NUM_THREADS is {threads!r}, not a number", hint="unset it")
+    if request.script:
+        _check_sets(request.sets)
     target = find_target(request.target, request.spec, request.sets, request.num_processes, own_loop=not request.script)
     for note in target.notes:
         say(note)
@@ -101,7 +104,8 @@ def _launch_run(target: Target, request: Request, run: Run, say: Callable[[str],
     plan = _plan(target, request, config, run.path)
     if plan.note:
         say(plan.note)
-    line = f"{'continues' if step else 'starts'} {run.path}: {target.name}, {_processes(spec.num_processes)}"
+    changes = f" ({'; '.join(run.changes)})" if step and run.changes else ""
+    line = f"{'continues' if step else 'starts'} {run.path}: {target.name}, {_processes(spec.num_processes)}{changes}"
     ended = supervise(plan, lambda: say(line))
     problems = list(ended.problems)
     if ended.traceback:
@@ -110,6 +114,15 @@ def _launch_run(target: Target, request: Request, run: Run, say: Callable[[str],
         problems = [Problem(p.message, code=p.code, hint=f"traceback in {trace}") for p in problems]
     lines = [render_summary(ended.summary)] if ended.summary else []
     return Result({"run": str(run.path), "summary": ended.summary}, lines, problems, ended.exit_code)
+
+
+def _check_sets(sets: tuple[str, ...]) -> None:
+    """What a script gets is the accelerate file; all else it takes from its own arguments."""
+    carried = {key for key, destination, _ in destinations() if destination is Destination.YAML}
+    lost = [key for key, _, problem in map(parse_set, sets) if problem is None and key not in carried]
+    if lost:
+        message = f"--set {lost[0]} belongs to the training loop, not to a script of yours"
+        raise LaunchError(message, hint="a script takes arguments of its own; distributed.* and fsdp.* reach its file")
 
 
 def _check_script(script: tuple[str, ...]) -> None:
@@ -186,7 +199,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def _complete(run: Run, step: int) -> Result:
-    line = f"{run.path} is complete ({step} steps); --fresh starts a new run"
+    changes = f", and asked for now with {'; '.join(run.changes)}" if run.changes else ""
+    line = f"{run.path} is complete ({step} steps){changes}; --fresh starts a new run"
     summaries = read_lines(run.path / "summary.json")
     data = {"run": str(run.path), "complete": True, "summary": summaries[-1] if summaries else None}
     return Result(data, [line])

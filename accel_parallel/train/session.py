@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ class Options:
 
 def run_session(spec: RunSpec, options: Options, control: Control) -> dict[str, Any] | None:
     """Collective. Train as the launcher's environment says; the summary on the main process, None on the others."""
+    # Deprecations and the like of torch's own modules, which nobody who launches can do anything about.
+    warnings.filterwarnings("ignore", module=r"torch\.distributed\.")
+    warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")
     say = say_aloud if int(os.environ.get("RANK", "0")) == 0 else _silent
     # On each machine the first process prepares, and one of those that wait says so.
     heard = say_aloud if local_rank() < 2 else _silent

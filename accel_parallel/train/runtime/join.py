@@ -17,11 +17,14 @@ from accel_parallel.train.runtime.check import world_mismatch
 def enter(asked: Asked, *, backend: str = "auto", force_cpu: bool, keep_precision: bool) -> list[Substitution] | None:
     """Make this process ready for the launch; the substitutions if it runs on CPUs, else None.
 
-    Raises LaunchError with fewer accelerators than processes, MismatchError with fewer processes than were promised.
+    Raises LaunchError with fewer accelerators than processes, MismatchError with fewer processes than were promised
+    or with a wish that Accelerate will not read.
     """
     promised = os.environ.get(PROMISED_PROCESSES, "")
     if promised.isdigit() and int(promised) != asked.world_size:
         raise MismatchError(world_mismatch(int(promised), asked.world_size), hint=f"or unset {PROMISED_PROCESSES}")
+    if asked.contradiction:
+        raise MismatchError(f"what runs is not what was asked for: {asked.contradiction}")
     if force_cpu or accelerators() == 0:
         changed = substitutions(asked, backend, keep_precision)
         cpu.prepare_environment(asked, keep_precision)
