@@ -111,7 +111,7 @@ def test_a_key_of_the_loop_changes_the_run(
     if key == "model.preset":
         # The toy names every dimension; left out, they follow the preset.
         spec = load_spec(None, [*toy, "model.preset=null"])
-        assert load_spec(None, ["model.preset=124m"]).model.shape != load_spec(None, {}, []).model.shape
+        assert load_spec(None, ["model.preset=124m"]).model.shape != load_spec().model.shape
         assert spec.model.preset is None
         return
     assert trace(train(tmp_path / "run", "single", 1, [*toy, *BASE, *change])) != base
