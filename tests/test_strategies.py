@@ -1,6 +1,7 @@
 """The catalogue: each row applies to the default specification, and names are found or explained."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,3 +125,9 @@ def test_a_name_like_nothing_gets_only_the_list() -> None:
         find_strategy("zebra")
     assert "did you mean" not in str(caught.value)
     assert "single, ddp, fsdp" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_has_a_recipe_that_launches_it(name: str) -> None:
+    recipes = (Path(__file__).parent.parent / "justfile").read_text()
+    assert f"\n{name} *args:\n    accel-parallel launch {name} {{{{args}}}}\n" in recipes
