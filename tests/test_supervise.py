@@ -169,9 +169,9 @@ def test_a_signal_before_the_first_step_ends_at_once(home: Path) -> None:
 
 def test_a_signal_is_passed_on_to_a_script(home: Path) -> None:
     (home / "waits.py").write_text(
-        "import signal, sys, time\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
-        "print('waiting', flush=True)\n"
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: (os.write(1, b'saved\\n'), sys.exit(0)))\n"
+        "os.write(1, b'waiting\\n')\n"
         "time.sleep(300)\n"
     )
     with start(home, "ddp", "--", "waits.py") as process:
