@@ -51,7 +51,8 @@ class Draft:
 
         Raises SpecError with one problem for everything that is wrong.
         """
-        tree, places = deepcopy(self.tree), dict(self.places)
+        # `_put` copies the section that it changes.
+        tree, places = dict(self.tree), dict(self.places)
         _override(tree, places, overrides or {}, source)
         return _validate(tree, places, self.source, list(self.problems))
 
