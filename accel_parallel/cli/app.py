@@ -5,12 +5,13 @@ argparse and not a larger library: with one, the start of every verb takes a ten
 
 import argparse
 import gc
-import importlib.util
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from types import ModuleType
+from typing import Any, NoReturn
 
 from accel_parallel import __version__
 from accel_parallel.arguments import positive
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def run(argv: Sequence[str] | None) -> NoReturn:
     # Looking for plugins of pydantic reads the metadata of every installed package: 80 ms for each start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    import_when_used("importlib.metadata")
+    defer_metadata()
     # Importing makes many objects and no garbage: collecting meanwhile takes 6 % of the start of a verb.
     gc.set_threshold(100_000)
     typed = list(sys.argv[1:] if argv is None else argv)
@@ -82,18 +83,25 @@ def run(argv: Sequence[str] | None) -> NoReturn:
     sys.exit(0)
 
 
-def import_when_used(name: str) -> None:
-    """Let `import name` cost nothing until an attribute of the module is asked for.
+def defer_metadata() -> None:
+    """Let importlib.metadata, and with it the email package, be loaded only when it is used.
 
-    pydantic imports importlib.metadata, and with it the email package, for the plugins that are switched off: 30 ms.
+    pydantic imports a name of it for the plugins that are switched off: 30 ms of every start.
     """
-    spec = importlib.util.find_spec(name)
-    if name in sys.modules or spec is None or spec.loader is None:
+    name = "importlib.metadata"
+    if name in sys.modules:
         return
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
+
+    def real() -> Any:
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+        return importlib.import_module(name)
+
+    module: Any = ModuleType(name)
+    module.entry_points = lambda **groups: real().entry_points(**groups)
+    # The import system itself asks for `__path__`.
+    module.__getattr__ = lambda attribute: None if attribute == "__path__" else getattr(real(), attribute)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,6 +1,8 @@
 """Writing a specification as YAML that a person can read and edit."""
 
 import textwrap
+from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -43,10 +45,18 @@ def dump_spec(spec: RunSpec, *, comments: bool = False) -> str:
 
 def scalar(value: Any) -> str:
     """One YAML value on one line; words that YAML 1.1 would read as booleans come out quoted."""
+    return _scalar(value) if isinstance(value, Hashable) else _on_one_line(value)
+
+
+def _on_one_line(value: Any) -> str:
     # Only a double-quoted scalar keeps a line break on one line, of which YAML knows more than one.
     style = '"' if isinstance(value, str) and not value.isprintable() else None
     text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=2**31, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("...").rstrip("\n")
+
+
+# The same few words stand in every strategy's file.
+_scalar = lru_cache(maxsize=1000, typed=True)(_on_one_line)
 
 
 def _derived(section: str, values: dict[str, Any]) -> set[str]:
