@@ -101,7 +101,7 @@ def defer_metadata() -> None:
     module.entry_points = lambda **groups: real().entry_points(**groups)
     # The import system itself asks for `__path__`.
     module.__getattr__ = lambda attribute: None if attribute == "__path__" else getattr(real(), attribute)
-    sys.modules[name] = module
+    sys.modules[name] = importlib.metadata = module
 
 
 def parser() -> argparse.ArgumentParser:
