@@ -4,23 +4,20 @@ A run is `runs/<strategy>-<NNN>/` with `spec.yaml`, `accelerate.yaml`, `metrics.
 `summary.json` and `checkpoints/step-<NNNNNNNN>/`. Nothing complete is removed here.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from accel_parallel.checkpoints import PARTIAL, REMOVED
+from accel_parallel.continuing import Change, Effect, changes
 from accel_parallel.errors import RunError, SpecError
 from accel_parallel.files import write_atomic
 from accel_parallel.spec import RunSpec, dump_spec, load_spec
 
 ROOT = Path("runs")
 _NUMBERED = re.compile(r"-(\d{3,})$")
-_STEP = re.compile(r"step-(\d{8,})$")
-MANIFEST = "manifest.json"
-STATE = {"step", "samples", "tokens"}
-"""What a manifest says of where training is: optimizer steps done, sequences and tokens seen."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,13 @@ class Run:
     path: Path
     continues: bool
     note: str | None = None
-    changes: tuple[str, ...] = ()
-    """What of its layout is asked for differently than when it ran last, such as `fsdp.version 2 -> 1`."""
+    changes: tuple[Change, ...] = ()
+    """What is asked for differently than when it ran last."""
+
+    @property
+    def told_changes(self) -> list[str]:
+        """Those that somebody who continues it should know of, such as `fsdp.version 2 -> 1`."""
+        return [str(change) for change in self.changes if change.effect is not Effect.NONE]
 
     @property
     def checkpoints(self) -> Path:
@@ -53,10 +55,11 @@ def open_run(
 ) -> Run:
     """The directory this launch writes to, created with its `spec.yaml` if it is new.
 
-    `explicit` names one, which may hold a run of another strategy; otherwise the newest run of `strategy` whose
-    deciding keys are equal is continued, and `fresh` or a different specification takes the next number. `claim` is
-    called with the directory before anything is written into it.
-    Raises RunError when the named directory holds a run of another specification, or cannot be written.
+    `explicit` names one, which may hold a run of another strategy, and of another specification as far as it can go on
+    (`continuing`); otherwise the newest run of `strategy` whose deciding keys are equal is continued, and `fresh` or a
+    different specification takes the next number. `claim` is called with the directory before anything is written into
+    it. Raises RunError when the named directory holds a run that cannot go on with this specification, or cannot be
+    written.
     """
     run = _explicit(spec, explicit, fresh) if explicit is not None else _next(spec, strategy, root, fresh)
     try:
@@ -91,12 +94,14 @@ def _explicit(spec: RunSpec, path: Path, fresh: bool) -> Run:
         raise RunError(
             f"{path} already holds a run, and nothing is overwritten", hint="name a new directory with --run"
         )
-    differences = _differences(path, spec)
-    if differences:
-        raise RunError(
-            f"{path} holds another specification: {'; '.join(differences)}",
-            hint="--fresh without --run starts a new run directory",
-        )
+    try:
+        before = load_spec(path / "spec.yaml")
+    except SpecError:
+        raise RunError(f"{path}: its spec.yaml cannot be read", hint="name a new directory with --run") from None
+    refused = [change for change in changes(before.flat(), spec) if change.effect.refused]
+    if refused:
+        why = "; ".join(f"{change}: {change.effect.value}" for change in refused)
+        raise RunError(f"{path} cannot go on with {why}", hint="--fresh without --run starts a new run directory")
     return Run(path, continues=True)
 
 
@@ -131,68 +136,15 @@ def _differences(path: Path, spec: RunSpec) -> list[str]:
         return ["its spec.yaml cannot be read"]
 
 
-def _changes(path: Path, spec: RunSpec) -> tuple[str, ...]:
-    """Keys that decide how the run is spread over processes; they may change when it is continued."""
+def _changes(path: Path, spec: RunSpec) -> tuple[Change, ...]:
     try:
-        before, now = load_spec(path / "spec.yaml").flat(), spec.flat()
+        return tuple(changes(load_spec(path / "spec.yaml").flat(), spec))
     except SpecError:
         return ()
-    layout = ("distributed.num_machines", "distributed.processes_per_machine")
-    keys = [key for key in now if key in layout or key.startswith("fsdp.")]
-    return tuple(f"{key} {before[key]} -> {now[key]}" for key in keys if before[key] != now[key])
-
-
-def complete_checkpoints(run: Path) -> dict[int, Path]:
-    """Complete checkpoints by step, oldest first: those whose manifest can be read and whose files have its sizes."""
-    found = {}
-    for path in (run / "checkpoints").glob("step-*"):
-        match = _STEP.fullmatch(path.name)
-        if match and _is_complete(path):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
-
-
-def damaged_checkpoints(run: Path) -> list[Path]:
-    """Directories that look like checkpoints newer than the newest complete one, and are not complete."""
-    newest = next(reversed(complete_checkpoints(run)), -1)
-    steps = ((path, _STEP.fullmatch(path.name)) for path in sorted((run / "checkpoints").glob("step-*")))
-    return [path for path, match in steps if match and int(match[1]) > newest]
 
 
 def discard_partial_checkpoints(run: Path) -> None:
-    """Remove what a save that never ended left behind: hidden directories that nothing else reads."""
-    for path in (run / "checkpoints").glob(".partial-*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    manifest = read_manifest(checkpoint) or {}
-    files, state = manifest.get("files"), manifest.get("state")
-    if not isinstance(files, dict) or not files or not isinstance(state, dict) or "data" not in manifest:
-        return False
-    if set(state) != STATE or not all(type(count) is int and count >= 0 for count in state.values()):
-        return False
-    if checkpoint.name != f"step-{state['step']:08d}":
-        return False
-    try:
-        return all((checkpoint / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError):  # a name may be anything
-        return False
-
-
-def newest_checkpoint(run: Path) -> Path | None:
-    return next(reversed(complete_checkpoints(run).values()), None)
-
-
-def newest_step(run: Path) -> int:
-    """Optimizer steps in the newest complete checkpoint, 0 if there is none."""
-    return next(reversed(complete_checkpoints(run)), 0)
-
-
-def read_manifest(checkpoint: Path) -> dict[str, object] | None:
-    """What a checkpoint says about itself, or None if it does not say anything readable."""
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) else None
+    """Remove what a save or a removal that never ended left behind: hidden directories that nothing else reads."""
+    for prefix in (PARTIAL, REMOVED):
+        for path in (run / "checkpoints").glob(f"{prefix}*"):
+            shutil.rmtree(path, ignore_errors=True)

@@ -343,7 +343,7 @@ def specs(draw: st.DrawFn) -> tuple[RunSpec, str]:
             },
         }
     )
-    return STRATEGIES[name].resolve(Draft("drawn", spec.model_dump(mode="json"), {})), name
+    return STRATEGIES[name].resolve(Draft("drawn", spec.model_dump(mode="json", by_alias=True), {})), name
 
 
 def assert_as_asked(spec: RunSpec, name: str, outcome: Outcome) -> None:

@@ -125,9 +125,9 @@ def test_named_run_of_another_specification_is_refused(capsys: pytest.CaptureFix
     spec = load_spec()
     open_run(spec, "fsdp", explicit=Path("mine"))
     before = Path("mine/spec.yaml").read_text()
-    code, _, err = run(capsys, "launch", "fsdp", "--run", "mine", "--set", "training.lr=5e-4")
+    code, _, err = run(capsys, "launch", "fsdp", "--run", "mine", "--set", "training.seed=2")
     assert code == 2
-    assert "mine holds another specification: training.lr 0.001 -> 0.0005" in err
+    assert "mine cannot go on with training.seed 1234 -> 2: samples would be repeated or left out" in err
     assert "--fresh" in err
     assert Path("mine/spec.yaml").read_text() == before
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from accel_parallel.checkpoints import complete_checkpoints
 from accel_parallel.errors import TrainingError
-from accel_parallel.runs import complete_checkpoints
 from accel_parallel.train.meter import refuse_bad
 from tests.workers import train
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_parallel.runs import complete_checkpoints
+from accel_parallel.checkpoints import complete_checkpoints
 from tests.commands import BIN, command, errors, free_port, launch, losses, make_home, set_options, start
 
 

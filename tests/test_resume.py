@@ -1,11 +1,12 @@
 """Stopping and going on: bit for bit the run that never stopped, under the same strategy and number of processes."""
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
-from accel_parallel.runs import complete_checkpoints
+from accel_parallel.checkpoints import complete_checkpoints
 from tests.workers import Trained, train
 
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 4), ("fsdp", 4)]
@@ -55,8 +56,9 @@ def test_checkpoint_says_what_it_is(pair: tuple[Trained, Trained, Trained]) -> N
     manifest = json.loads((complete_checkpoints(straight.run)[20] / "manifest.json").read_text())
     assert manifest["state"] == {"step": 20, "samples": 160, "tokens": 160 * 32}
     assert manifest["files"]
-    for name, size in manifest["files"].items():
-        assert (complete_checkpoints(straight.run)[20] / name).stat().st_size == size
+    for name, stored in manifest["files"].items():
+        content = (complete_checkpoints(straight.run)[20] / name).read_bytes()
+        assert stored == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def test_only_the_newest_checkpoints_are_kept(toy: list[str], tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from accel_parallel.checkpoints import Manifest, Stored, complete_checkpoints, sha256_of
 from accel_parallel.errors import RunError
 from accel_parallel.redact import HIDDEN, is_secret, redact_command, redact_variables, without_login
-from accel_parallel.runs import complete_checkpoints
 from accel_parallel.train.__main__ import main
 from tests.workers import Trained, train
 
@@ -104,20 +104,25 @@ def test_a_forged_checkpoint_is_refused(
 
 
 def test_a_forged_name_does_not_reach_the_terminal(tmp_path: Path) -> None:
-    from accel_parallel.train.reader import DataReader
+    from accel_parallel.train.checkpoint.reader import DataReader
 
     name = b"bell\x07\x1b[31m\nline" + b"x" * 200
     (tmp_path / ".metadata").write_bytes(b"\x80\x04\x8c\x02os\x8c" + bytes([len(name)]) + name + b"\x93.")
     with pytest.raises(RunError) as caught:
-        DataReader(tmp_path)
+        DataReader(tmp_path, [])
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 200
 
 
 def adapt_manifest(checkpoint: Path) -> None:
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"] = {name: (checkpoint / name).stat().st_size for name in manifest["files"]}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    """As somebody who forges files would: nothing of it looks changed."""
+    path = checkpoint / "manifest.json"
+    manifest = Manifest.loads(path.read_text())
+    files = {
+        name: Stored(bytes=(checkpoint / name).stat().st_size, sha256=sha256_of(checkpoint / name))
+        for name in manifest.files
+    }
+    path.write_text(manifest.model_copy(update={"files": files}).dumps())
 
 
 def refused_in_one_line(result: Trained) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from accel_parallel.checkpoints import complete_checkpoints
 from accel_parallel.metrics import by_step, read_lines
-from accel_parallel.runs import complete_checkpoints
 from tests.commands import (
     BIN,
     alive,

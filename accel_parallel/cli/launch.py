@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accel_parallel.checkpoints import newest_step
 from accel_parallel.cli.target import Target, find_target
 from accel_parallel.errors import LaunchError, Problem, RunError
 from accel_parallel.files import write_atomic
 from accel_parallel.launch import LOOP, SCRIPT, LaunchPlan, check_machines, plan_launch, shell_environment
 from accel_parallel.locks import Lock, hold_as_launcher
 from accel_parallel.metrics import read_lines
-from accel_parallel.runs import Run, discard_partial_checkpoints, newest_step, open_run
+from accel_parallel.runs import Run, discard_partial_checkpoints, open_run
 from accel_parallel.spec import Destination, destinations, parse_set
 from accel_parallel.summary import render_summary
 from accel_parallel.supervise import supervise
@@ -104,7 +105,7 @@ def _launch_run(target: Target, request: Request, run: Run, say: Callable[[str],
     plan = _plan(target, request, config, run.path)
     if plan.note:
         say(plan.note)
-    changes = f" ({'; '.join(run.changes)})" if step and run.changes else ""
+    changes = f" ({'; '.join(run.told_changes)})" if step and run.told_changes else ""
     line = f"{'continues' if step else 'starts'} {run.path}: {target.name}, {_processes(spec.num_processes)}{changes}"
     ended = supervise(plan, lambda: say(line))
     problems = list(ended.problems)
@@ -199,7 +200,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _complete(run: Run, step: int) -> Result:
-    changes = f", and asked for now with {'; '.join(run.changes)}" if run.changes else ""
+    changes = f", and asked for now with {'; '.join(run.told_changes)}" if run.told_changes else ""
     line = f"{run.path} is complete ({step} steps){changes}; --fresh starts a new run"
     summaries = read_lines(run.path / "summary.json")
     data = {"run": str(run.path), "complete": True, "summary": summaries[-1] if summaries else None}

@@ -31,7 +31,7 @@ def dump_spec(spec: RunSpec, *, comments: bool = False) -> str:
     for name, field in RunSpec.model_fields.items():
         model = field.annotation
         assert isinstance(model, type) and issubclass(model, Section)
-        values = getattr(spec, name).model_dump(mode="json")
+        values = getattr(spec, name).model_dump(mode="json", by_alias=True)
         derived = _derived(name, values)
         lines += ["", *beside(f"{name}:", (model.__doc__ or "").partition("\n")[0])] if comments else [f"{name}:"]
         for key, value in values.items():

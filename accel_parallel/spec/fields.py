@@ -10,6 +10,7 @@ from functools import cache
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic.fields import FieldInfo
 
 
 class Destination(StrEnum):
@@ -27,13 +28,18 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
+def keys(section: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of a section by the names that they have in a file (`async` cannot be one in Python)."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
 def descriptions(section: type[Section]) -> dict[str, str]:
-    """The line under each field of a section, read from its source. (pydantic can do it, at 75 ms for each start.)"""
+    """The line under each key of a section, read from its source. (pydantic can do it, at 75 ms for each start.)"""
     for node in _module(section.__module__).body:
         if isinstance(node, ast.ClassDef) and node.name == section.__name__:
             pairs = zip(node.body, node.body[1:], strict=False)
             return {
-                field.target.id: text.value.value
+                section.model_fields[field.target.id].alias or field.target.id: text.value.value
                 for field, text in pairs
                 if isinstance(field, ast.AnnAssign)
                 and isinstance(field.target, ast.Name)

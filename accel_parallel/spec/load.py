@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from accel_parallel.errors import Problem, SpecError
+from accel_parallel.spec.fields import Section, keys
 from accel_parallel.spec.run import RunSpec
 from accel_parallel.spec.tree import Place, Places, Tree, parse, read_tree, shorten
 from accel_parallel.suggest import did_you_mean
@@ -160,4 +161,4 @@ def _problem(item: Any, places: Mapping[tuple[str, ...], Place], source: str) ->
 def _keys(section: str) -> list[str]:
     field = RunSpec.model_fields.get(section)
     model = field.annotation if field else None
-    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+    return list(keys(model)) if isinstance(model, type) and issubclass(model, Section) else []

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from accel_parallel.spec.fields import Destination, Section, descriptions
+from accel_parallel.spec.fields import Destination, Section, descriptions, keys
 from accel_parallel.spec.parallelism import Ddp, Distributed, Fsdp
 from accel_parallel.spec.sections import Checkpoint, Data, Hardware, Logging, Model, Training
 
@@ -62,7 +62,7 @@ class RunSpec(Section):
         """Every key as `section.key` with its plain value, in reading order."""
         return {
             f"{section}.{key}": value
-            for section, values in self.model_dump(mode="json").items()
+            for section, values in self.model_dump(mode="json", by_alias=True).items()
             for key, value in values.items()
         }
 
@@ -99,7 +99,7 @@ def destinations() -> Iterator[tuple[str, Destination, str]]:
         section = section_field.annotation
         assert isinstance(section, type) and issubclass(section, Section)
         described = descriptions(section)
-        for key, field in section.model_fields.items():
+        for key, field in keys(section).items():
             extra = field.json_schema_extra
             destination = extra.get("destination", Destination.OURS) if isinstance(extra, dict) else Destination.OURS
             yield f"{section_name}.{key}", Destination(str(destination)), described[key]

@@ -155,6 +155,10 @@ class Checkpoint(Section):
     """Save each so many steps; 0 only at the end."""
     keep: Count = 2
     """How many of the newest complete checkpoints stay."""
+    async_: Flag = Field(default=False, alias="async")
+    """Write while training goes on; takes host memory for a copy of what is saved."""
+    verify: Flag = True
+    """Read the digests of a checkpoint before going on from it; false saves the time for huge ones."""
 
 
 class Logging(Section):

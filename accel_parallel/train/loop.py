@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import nn
 
-from accel_parallel.runs import Run
 from accel_parallel.train.checkpoint import Checkpoints
 from accel_parallel.train.control import Control
 from accel_parallel.train.data import TokenData, TrainBatches, ValBatches
@@ -34,9 +33,15 @@ class Outcome:
 
 
 def train(
-    runtime: Runtime, data: TokenData, run: Run, reporter: Reporter, control: Control, *, stop_at: int | None = None
+    runtime: Runtime,
+    data: TokenData,
+    checkpoints: Checkpoints,
+    reporter: Reporter,
+    control: Control,
+    *,
+    stop_at: int | None = None,
 ) -> Outcome:
-    """Collective. Train from the newest checkpoint of `run` to the last step, or to `stop_at`.
+    """Collective. Train from the newest of `checkpoints` to the last step, or to `stop_at`.
 
     Raises TrainingError when a loss is not finite, MismatchError when what runs is not what was asked for,
     RunError when a checkpoint cannot be written or read.
@@ -50,8 +55,7 @@ def train(
     if runtime.fills_weights():
         fresh.init_weights(spec.training.seed)
     model, optimizer = runtime.prepare(fresh, build_optimizer(fresh, spec.training), *batches.step(0)[0])
-    checkpoints = Checkpoints(run, spec.checkpoint.keep, runtime, data.fingerprint)
-    state = checkpoints.restore(model, optimizer)
+    state = checkpoints.restore(model, optimizer, reporter.say)
     reporter.start(state, held_out.unigram_entropy)
     last_step = min(spec.training.steps, stop_at or spec.training.steps)
     meter, val_loss, done = Meter(runtime), None, state.step >= last_step
@@ -59,7 +63,7 @@ def train(
     while not done:
         step = state.step + 1
         control.begin(step)
-        stop_asked = runtime.agree(control.stop_asked)  # collective: every rank
+        agreed = runtime.agree(control.stop_asked, checkpoints.failing)  # collective: every rank
         lr = set_lr(optimizer, step, spec.training)
         for tokens, labels in batches.step(state.samples):  # (B, T) each
             with accelerator.accumulate(model):
@@ -67,18 +71,21 @@ def train(
                 accelerator.backward(loss)
             meter.add(loss, step)
         meter.end_step(runtime.clip(model), step)
+        checkpoints.wait_until_copied()
         optimizer.step()
         optimizer.zero_grad()
         state = state.advance(spec)
 
-        due = Due.after(step, last_step, spec).with_stop(stop_asked())
+        stop_asked, save_failed = agreed()
+        due = Due.after(step, last_step, spec).with_stop(stop_asked)
         if due.report:
             reporter.train(state, meter.read(), lr)  # collective: every rank
         if due.evaluate:
             val_loss = evaluate(runtime, model, held_out)  # collective: every rank
             reporter.evaluation(state, val_loss)
         if due.save:
-            reporter.saved(state, checkpoints.save(model, optimizer, state))  # collective: every rank
+            reporter.saved(checkpoints.save(model, optimizer, state))  # collective: every rank
+        reporter.saved(checkpoints.ended(wait=due.stop or save_failed))
         if due.evaluate or due.save:
             meter.restart_clock()
         val_loss = val_loss if due.evaluate else None

@@ -124,8 +124,9 @@ class Reporter:
         self.line("eval", {"step": state.step, "loss": loss, "unigram_entropy": self._unigram_entropy})
         self.say(f"step {state.step}: validation loss {loss:.4f}, unigram entropy {self._unigram_entropy:.4f}")
 
-    def saved(self, state: TrainState, save: Saved) -> None:
-        self.line("save", {"step": state.step, "path": save.path.name, "seconds": save.seconds, "bytes": save.bytes})
+    def saved(self, saves: list[Saved]) -> None:
+        for save in saves:
+            self.line("save", {**asdict(save), "path": save.path.name})
 
     def losses(self, step: int) -> tuple[float | None, float | None]:
         """The first and the last train loss up to `step`, earlier launches included."""

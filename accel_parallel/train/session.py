@@ -4,19 +4,21 @@ import os
 import platform
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_parallel.checkpoints import complete_checkpoints
 from accel_parallel.errors import AccelParallelError, RunError, TrainingError
 from accel_parallel.files import write_atomic
 from accel_parallel.locks import WORKERS, Lock, hold
 from accel_parallel.metrics import to_line
 from accel_parallel.redact import redact_command, redact_variables
-from accel_parallel.runs import Run, complete_checkpoints, damaged_checkpoints, discard_partial_checkpoints, open_run
+from accel_parallel.runs import Run, discard_partial_checkpoints, open_run
 from accel_parallel.say import say as say_aloud
 from accel_parallel.spec import RunSpec
-from accel_parallel.train.checkpoint import VERSIONS
+from accel_parallel.train.checkpoint import VERSIONS, Checkpoints
 from accel_parallel.train.control import Control
 from accel_parallel.train.data import TokenData, prepare
 from accel_parallel.train.generate import generate
@@ -47,6 +49,7 @@ def run_session(spec: RunSpec, options: Options, control: Control) -> dict[str, 
     # Deprecations and the like of torch's own modules, which nobody who launches can do anything about.
     warnings.filterwarnings("ignore", module=r"torch\.distributed\.")
     warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # of a single process, while saving
     say = say_aloud if int(os.environ.get("RANK", "0")) == 0 else _silent
     # On each machine the first process prepares, and one of those that wait says so.
     heard = say_aloud if local_rank() < 2 else _silent
@@ -58,14 +61,15 @@ def run_session(spec: RunSpec, options: Options, control: Control) -> dict[str, 
     run = agree_on_run(runtime, options)
     if run.note:
         say(run.note)
-    for path in damaged_checkpoints(run.path):
-        say(f"{path} is not complete and is not used: files are missing, cut off, or not in its manifest")
     model = runtime.spec.model.shape
     say(f"{model.total_parameters:,} parameters, {runtime.spec.tokens_per_step:,} tokens a step, the first is slow")
+    checkpoints = Checkpoints(run, runtime, data.fingerprint)
     with tracking(runtime, data, run) as reporter:
         try:
-            outcome = train(runtime, data, run, reporter, control, stop_at=options.stop_at)
+            outcome = train(runtime, data, checkpoints, reporter, control, stop_at=options.stop_at)
         except TrainingError as error:
+            with suppress(RunError):
+                reporter.saved(checkpoints.ended(wait=True))  # collective: every rank
             raise TrainingError(error.message, hint=way_back(error, run)) from None
         summary = summarize(runtime, data, run, outcome, reporter)
     runtime.end()

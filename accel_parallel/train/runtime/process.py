@@ -44,6 +44,8 @@ class Runtime:
     held: list[int] = field(default_factory=list, init=False)
     """Parameters that each process keeps, in rank order."""
     side_group: distributed.ProcessGroup | None = field(default=None, init=False)
+    save_group: distributed.ProcessGroup | None = field(default=None, init=False)
+    """Of its own, so that a save in the background never waits for a collective of the training, or the reverse."""
 
     @classmethod
     def start(cls, spec: RunSpec, *, force_cpu: bool = False, keep_precision: bool = False) -> "Runtime":
@@ -72,6 +74,7 @@ class Runtime:
             # Small things are agreed on beside the model's own collectives, and never wait for the device.
             timeout = timedelta(minutes=spec.distributed.timeout_minutes)
             runtime.side_group = distributed.new_group(backend="gloo", timeout=timeout)
+            runtime.save_group = distributed.new_group(backend="gloo", timeout=timeout)
         return runtime
 
     @property
@@ -145,19 +148,19 @@ class Runtime:
         """Collective. The main process's object, on every process."""
         return broadcast_object_list([value])[0] if self.world_size > 1 else value
 
-    def agree(self, ask: Callable[[], bool]) -> Callable[[], bool]:
-        """Collective. Start to ask every process. Calling the result waits: whether any of them said yes.
+    def agree(self, *questions: Callable[[], bool]) -> Callable[[], list[bool]]:
+        """Collective. Start to ask every process. Calling the result waits: for each, whether any of them said yes.
 
         What is computed in between hides the time that it takes.
         """
         if self.world_size == 1:
-            return ask
-        said = torch.tensor([ask()], dtype=torch.int32)
+            return lambda: [ask() for ask in questions]
+        said = torch.tensor([ask() for ask in questions], dtype=torch.int32)
         work = distributed.all_reduce(said, op=distributed.ReduceOp.MAX, group=self.side_group, async_op=True)
 
-        def answer() -> bool:
+        def answer() -> list[bool]:
             work.wait()
-            return bool(said)
+            return [bool(yes) for yes in said]
 
         return answer
 

@@ -7,6 +7,7 @@ with `torch.load(weights_only=False)`: a forged file of either kind could run an
 import io
 import pickle
 import re
+from collections.abc import Collection
 from pathlib import Path, PosixPath
 from typing import IO, Any
 
@@ -39,11 +40,13 @@ _KNOWN: dict[tuple[str, str], Any] = {
 class DataReader(FileSystemReader):
     """Reads a checkpoint of this program. Raises RunError, here or in `load`, if it holds anything but data.
 
-    The metadata are read at once: of an error inside `load` torch makes an assertion about something else.
+    Only the `files` of its manifest are read. The metadata are read at once: of an error inside `load` torch makes an
+    assertion about something else.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Collection[str]) -> None:
         super().__init__(folder)
+        self._files = files
         self._file = METADATA
         with (folder / METADATA).open("rb") as file:
             self._metadata = _Unpickler(file).load()
@@ -54,6 +57,8 @@ class DataReader(FileSystemReader):
         return self._metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        if sinfo.relative_path not in self._files:
+            raise _refusal(METADATA, f"a reference to {sinfo.relative_path}")
         self._file = sinfo.relative_path
         return super()._slice_file(file, sinfo)
 
