@@ -53,3 +53,17 @@ def format_gib(gib: float) -> str:
 
 def format_tokens_per_sec(rate: float) -> str:
     return f"{rate:,.0f} tokens/s"
+
+
+def format_bytes(count: int) -> str:
+    """In the largest unit of 1024 that leaves a number above 1."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+
+
+def format_processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"

@@ -66,8 +66,10 @@ def test_a_named_directory_continues_under_any_strategy() -> None:
     open_run(SPEC, "ddp", explicit=Path("mine"))
     assert open_run(SPEC, "fsdp", explicit=Path("mine")).continues
     assert open_run(OTHER, "fsdp", explicit=Path("mine")).told_changes == ["training.lr 0.001 -> 0.0005"]
-    wider = load_spec(None, ["model.hidden_dim=512"])
-    with pytest.raises(RunError, match=r"mine cannot go on with model.hidden_dim 256 -> 512: the weights would not fit"):
+    wider = load_spec(None, ["model.hidden_dim=640"])
+    with pytest.raises(
+        RunError, match=r"mine cannot go on with model.hidden_dim 320 -> 640: the weights would not fit"
+    ):
         open_run(wider, "fsdp", explicit=Path("mine"))
     assert load_spec(Path("mine/spec.yaml")) == OTHER, "left as it was"
     with pytest.raises(RunError, match="nothing is overwritten"):

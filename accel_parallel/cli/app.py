@@ -112,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
     _config(_verb(verbs, config, "write an accelerate YAML file for every strategy from the specification"))
     _launch(_verb(verbs, launch, "train under a strategy, continuing its newest run"))
     _specification(_verb(verbs, prepare, "read, tokenise and cache the text, without training"))
+    _checkpoints(_verb(verbs, checkpoints, "list what a run has saved, verify it, or see where it loads"))
     return top
 
 
@@ -142,6 +143,22 @@ def launch(arguments: argparse.Namespace, output: Output) -> None:
         script=tuple(arguments.script),
     )
     result = launch_target(request, output.say)
+    output.finish(result.data, result.lines, result.problems, result.exit_code)
+
+
+def checkpoints(arguments: argparse.Namespace, output: Output) -> None:
+    from accel_parallel.cli.checkpoints import Request
+    from accel_parallel.cli.checkpoints import checkpoints as look_at
+
+    request = Request(
+        run=arguments.run,
+        verify=arguments.verify,
+        target=arguments.target,
+        spec=arguments.spec,
+        sets=tuple(arguments.set),
+        num_processes=arguments.num_processes,
+    )
+    result = look_at(request, output.say)
     output.finish(result.data, result.lines, result.problems, result.exit_code)
 
 
@@ -199,4 +216,14 @@ def _launch(verb: Parser) -> None:
     verb.usage = "%(prog)s STRATEGY|FILE [options] [-- [-m] SCRIPT ARGS]"
     verb.epilog = LAUNCH_EPILOG
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    _json(verb)
+
+
+def _checkpoints(verb: Parser) -> None:
+    verb.add_argument("run", type=Path, metavar="RUN", help="a run directory, such as runs/fsdp-001")
+    verb.add_argument("--verify", action="store_true", help="read every file; exit 1 if one is not what was written")
+    text = "whether the newest loads under this strategy or accelerate file, and what changes; exit 1 if it does not"
+    verb.add_argument("--for", dest="target", metavar="STRATEGY|FILE", help=text)
+    verb.add_argument("--num-processes", type=positive, metavar="N", help="with --for: processes on each machine")
+    _specification(verb)
     _json(verb)

@@ -13,7 +13,7 @@ from accel_parallel.errors import LaunchError, Problem, RunError
 from accel_parallel.files import write_atomic
 from accel_parallel.launch import LOOP, SCRIPT, LaunchPlan, check_machines, plan_launch, shell_environment
 from accel_parallel.locks import Lock, hold_as_launcher
-from accel_parallel.metrics import read_lines
+from accel_parallel.metrics import format_processes, read_lines
 from accel_parallel.runs import Run, discard_partial_checkpoints, open_run
 from accel_parallel.spec import Destination, destinations, parse_set
 from accel_parallel.summary import render_summary
@@ -106,7 +106,8 @@ def _launch_run(target: Target, request: Request, run: Run, say: Callable[[str],
     if plan.note:
         say(plan.note)
     changes = f" ({'; '.join(run.told_changes)})" if step and run.told_changes else ""
-    line = f"{'continues' if step else 'starts'} {run.path}: {target.name}, {_processes(spec.num_processes)}{changes}"
+    does, processes = "continues" if step else "starts", format_processes(spec.num_processes)
+    line = f"{does} {run.path}: {target.name}, {processes}{changes}"
     ended = supervise(plan, lambda: say(line))
     problems = list(ended.problems)
     if ended.traceback:
@@ -143,7 +144,7 @@ def _launch_script(target: Target, request: Request, say: Callable[[str], None])
         plan = _plan(target, request, config)
         if plan.note:
             say(plan.note)
-        line = f"starts {' '.join(request.script)}: {target.name}, {_processes(plan.num_processes)}"
+        line = f"starts {' '.join(request.script)}: {target.name}, {format_processes(plan.num_processes)}"
         ended = supervise(plan, lambda: say(line))
     if ended.traceback:
         say(ended.traceback.rstrip("\n"))
@@ -186,10 +187,6 @@ def _dry_run(target: Target, request: Request) -> Result:
         lines += ["# what Accelerate's launcher exports to each process, besides its rank", *exported, ""]
     lines += [*note, plan.command()]
     return Result({"config": target.config, "environment": target.environment, "command": plan.command()}, lines)
-
-
-def _processes(number: int) -> str:
-    return "1 process" if number == 1 else f"{number} processes"
 
 
 def _write(path: Path, text: str) -> None:
