@@ -75,7 +75,7 @@ class Manifest(_Frozen):
         if not isinstance(content, dict) or "format" not in content:
             raise _DamageError("is not one of this program")
         if content["format"] != FORMAT:
-            raise _DamageError(f"has format {str(content['format'])[:20]}, this version reads {FORMAT}")
+            raise _DamageError(f"has format {_shown(str(content['format']))}, this version reads {FORMAT}")
         if content.pop("sha256", None) != _digest_of(content):
             raise _DamageError("was changed after it was written")
         return cls.model_validate(content)
@@ -158,12 +158,17 @@ def _look(path: Path, step: int) -> Checkpoint:
         damage = f"cannot be read: {error.strerror}"
     except ValidationError as error:
         found = error.errors()[0]
-        damage = f"{MANIFEST} is damaged: {'.'.join(map(str, found['loc']))[:60]}: {found['msg']}"
+        damage = f"{MANIFEST} is damaged: {_shown('.'.join(map(str, found['loc'])))}: {found['msg']}"
     except _DamageError as error:
         damage = f"{MANIFEST} {error}"
     except (ValueError, RecursionError):  # json's and Unicode's
         damage = f"{MANIFEST} is empty or damaged"
     return Checkpoint(path, step, None if damage else manifest, damage)
+
+
+def _shown(text: str) -> str:
+    """What somebody else wrote, fit for a terminal."""
+    return ascii(text)[1:-1][:60]
 
 
 def _contradiction(path: Path, step: int, manifest: Manifest) -> str | None:

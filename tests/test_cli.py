@@ -18,6 +18,7 @@ from accel_parallel.runs import open_run
 from accel_parallel.spec import load_spec
 from accel_parallel.strategies import STRATEGIES
 from accel_parallel.supervise import Ended
+from tests.saved import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -244,14 +245,6 @@ SUMMARY = {
     "val_tokens": 1000, "tokens_per_sec": None, "peak_memory_gib": [1.0, 1.0], "checkpoint": "c", "prompt": "p",
     "sample": "s",
 }  # fmt: skip
-
-
-def checkpoint(run: Path, step: int) -> None:
-    folder = run / f"checkpoints/step-{step:08d}"
-    folder.mkdir(parents=True)
-    (folder / "shard").write_text("abc")
-    state = {"step": step, "samples": 8 * step, "tokens": 256 * step}
-    (folder / "manifest.json").write_text(json.dumps({"files": {"shard": 3}, "state": state, "data": ""}))
 
 
 def test_a_launch_starts_a_run_then_continues_it_then_is_complete(

@@ -70,8 +70,11 @@ def publish(
         # Not a complete one, or training would have gone on from it: somebody may want to look at it.
         final.rename(final.with_name(f".damaged-{final.name}-{secrets.token_hex(4)}"))
     partial.rename(final)
-    fsync(final.parent)
-    for old in list(complete_checkpoints(final.parent.parent).values())[:-keep]:
+    for folder in (final.parent, final.parent.parent):
+        fsync(folder)
+    # Newer ones were left behind when training went on from an earlier one, and do not count.
+    written = [path for step, path in complete_checkpoints(final.parent.parent).items() if step <= state.step]
+    for old in written[:-keep]:
         # Hidden first: a kill on the way leaves no checkpoint that looks damaged.
         hidden = old.with_name(f"{REMOVED}{old.name}")
         old.rename(hidden)
