@@ -122,6 +122,11 @@ test-all *args:
 measure-strategies:
     python docs/measure.py
 
+# Measure what saving costs, for docs/checkpoints.md; takes minutes.
+[group('develop')]
+measure-checkpoints:
+    python docs/measure_checkpoints.py
+
 # Coverage of the light tower by its quick tests; fails under 95 %.
 [group('develop')]
 coverage:

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from checkpoints_page import checkpoints
 from strategies_page import strategies
 
 from accel_parallel.spec import RunSpec, destinations
@@ -54,7 +55,12 @@ def on_cpu() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"specification.md": specification, "strategies.md": strategies, "cpu.md": on_cpu}
+PAGES = {
+    "specification.md": specification,
+    "strategies.md": strategies,
+    "cpu.md": on_cpu,
+    "checkpoints.md": checkpoints,
+}
 
 
 def main() -> int:
