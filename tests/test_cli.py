@@ -58,7 +58,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (["launch"], "the following arguments are required: STRATEGY"),
         (["launch", "fsdp", "--fres"], "unrecognized arguments: --fres; did you mean '--fresh'?"),
         (["lanch", "fsdp"], "did you mean 'launch'?"),
-        ([], "the following arguments are required: VERB"),
+        ([], "which verb? config, launch, prepare, checkpoints"),
         (["config", "--set", "fsdp.version=3"], "fsdp.version is 3"),
     ],
 )
@@ -70,6 +70,13 @@ def test_wrong_input_is_one_line(arguments: list[str], words: str, capsys: pytes
     assert err.startswith("error: ")
     assert words in err
     assert not Path("runs").exists()
+
+
+def test_a_key_without_its_section_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "launch", "fsdp", "--set", "min_num_params=3")
+    assert code == 2
+    assert "(did you mean fsdp.min_num_params?)" in err
+    assert "did you mean" not in run(capsys, "launch", "fsdp", "--set", "nothing=3")[2]
 
 
 def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,3 +131,23 @@ def test_a_name_like_nothing_gets_only_the_list() -> None:
 def test_every_strategy_has_a_recipe_that_launches_it(name: str) -> None:
     recipes = (Path(__file__).parent.parent / "justfile").read_text()
     assert f"\n{name} *args:\n    accel-parallel launch {name} {{{{args}}}}\n" in recipes
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "instead"),
+    [
+        ("single", "fsdp.cpu_offload=true", "fsdp"),
+        ("single", "ddp.static_graph=true", "ddp"),
+        ("ddp", "fsdp.min_num_params=7", "fsdp"),
+        ("fsdp", "ddp.bucket_cap_mb=7", "ddp"),
+        ("fsdp1_no_shard", "ddp.bucket_cap_mb=7", "ddp"),
+    ],
+)
+def test_an_override_that_has_no_effect_under_a_strategy_is_refused(name: str, entry: str, instead: str) -> None:
+    with pytest.raises(SpecError, match=f"--set {entry}: has no effect under {name} .*such as {instead}"):
+        STRATEGIES[name].refuse_contradictions([entry])
+
+
+def test_sections_of_its_own_kind_are_taken() -> None:
+    STRATEGIES["ddp"].refuse_contradictions(["ddp.static_graph=true", "distributed.processes_per_machine=4"])
+    STRATEGIES["fsdp"].refuse_contradictions(["fsdp.cpu_offload=true"])

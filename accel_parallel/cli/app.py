@@ -33,6 +33,14 @@ strategies:
 
 Without a script, the project's training loop runs. A script of yours runs under
 the same file: on accelerators, or really sharded on CPU processes.
+
+exit codes: 0 done, 1 a check or a worker failed, 2 bad input (or no memory, a
+full disk, a loss that is not finite), 130 interrupted
+"""
+
+PREPARE_EPILOG = """The text is data.recipe: a recipe's name, a file or folder of text, JSONL or
+Parquet, or a dataset on the Hub, such as --set data.recipe=path/to/folder.
+Tokens are cached in ~/.cache/accel_parallel, or $ACCEL_PARALLEL_CACHE.
 """
 
 
@@ -41,6 +49,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         known = self.words(sys.argv[1:])
+        if message.endswith("required: VERB"):
+            message = f"which verb? {', '.join(word for word in known if not word.startswith('-'))}"
         unknown = next((word for word in sys.argv[1:] if word in message and word not in known), "")
         guess = did_you_mean(unknown.partition("=")[0], known) if unknown else ""
         sys.stderr.write(f"error: {message}{guess} (see {self.prog} --help)\n")
@@ -111,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
     _config(_verb(verbs, config, "write an accelerate YAML file for every strategy from the specification"))
     _launch(_verb(verbs, launch, "train under a strategy, continuing its newest run"))
-    _specification(_verb(verbs, prepare, "read, tokenise and cache the text, without training"))
+    _prepare(_verb(verbs, prepare, "read, tokenise and cache the text, without training"))
     _checkpoints(_verb(verbs, checkpoints, "list what a run has saved, verify it, or see where it loads"))
     return top
 
@@ -199,6 +209,12 @@ def _config(verb: Parser) -> None:
     verb.add_argument("--out", type=Path, metavar="DIR", help="folder to write to; the specification's own by default")
     verb.add_argument("--check", action="store_true", help="write nothing; exit 1 and show what is stale")
     _json(verb)
+
+
+def _prepare(verb: Parser) -> None:
+    _specification(verb)
+    verb.epilog = PREPARE_EPILOG
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def _launch(verb: Parser) -> None:

@@ -44,13 +44,14 @@ def _strategy(
     name: str, spec_path: Path | None, sets: tuple[str, ...], num_processes: int | None, own_loop: bool
 ) -> Target:
     strategy = find_strategy(name)
-    strategy.refuse_contradictions(sets)
+    typed = sets
     if num_processes is not None:
         if strategy.overrides.get("distributed.processes_per_machine", num_processes) != num_processes:
             raise LaunchError(f"--num-processes {num_processes}: {name} is one process", hint="use ddp or fsdp")
         sets = (*sets, f"distributed.processes_per_machine={num_processes}")
     draft = read_spec(find_spec(spec_path), sets)
     spec, raised = strategy.resolve(draft), strategy.raised(draft)
+    strategy.refuse_contradictions(typed)
     if raised and num_processes is not None:
         raise LaunchError(raised, hint="leave --num-processes out, or set distributed.num_machines")
     config = render_file(spec, strategy, source="spec.yaml", foreign=not own_loop)

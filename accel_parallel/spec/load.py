@@ -86,7 +86,9 @@ def parse_set(entry: str) -> tuple[str, Any, Problem | None]:
     key = key.strip()
     if not equals or key.count(".") != 1:
         message = "an override is written section.key=value, for example training.lr=1e-3"
-        return key, None, Problem(message, path=f"--set {shorten(entry)}")
+        meant = [f"{section}.{key}" for section in RunSpec.model_fields if key in _keys(section)]
+        hint = f"did you mean {' or '.join(meant)}?" if meant else None
+        return key, None, Problem(message, path=f"--set {shorten(entry)}", hint=hint)
     try:
         return key, parse(text)[0], None
     # The last two: a !!tag without a value.
