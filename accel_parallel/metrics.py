@@ -16,6 +16,13 @@ def to_line(kind: str, values: Mapping[str, Any]) -> str:
     return json.dumps({"kind": kind, **{key: _finite(value) for key, value in values.items()}})
 
 
+def append_line(path: Path, kind: str, values: Mapping[str, Any]) -> None:
+    """Add one to a `metrics.jsonl`. A line that a kill cut off is ended first. Raises OSError."""
+    with path.open("a+", encoding="utf-8") as file:
+        torn = file.tell() and not path.read_bytes().endswith(b"\n")
+        file.write(("\n" if torn else "") + to_line(kind, values) + "\n")
+
+
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -52,6 +52,12 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+def faulty(kind: str, rank: str, step: str, times: Path, **variables: str) -> dict[str, str]:
+    """The environment of a launch in which a worker fails: see tests/faults/sitecustomize.py."""
+    path = os.pathsep.join((str(Path(__file__).parent / "faults"), str(Path(__file__).parent.parent)))
+    return {"FAULT": f"{kind} {rank} {step}", "FAULT_TIME": str(times), "PYTHONPATH": path, **variables}
+
+
 def make_home(folder: Path, toy: Sequence[str]) -> Path:
     """A folder as a user has it: the specification of a toy run and the files generated from it."""
     import re

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from accel_parallel.cli import main
+from accel_parallel.ended import Ended
 from accel_parallel.errors import AccelParallelError, LaunchError, MismatchError, Problem, SpecError
 from accel_parallel.launch import LaunchPlan, check_machines, plan_launch
 from accel_parallel.runs import open_run
 from accel_parallel.spec import load_spec
 from accel_parallel.strategies import STRATEGIES
-from accel_parallel.supervise import Ended
+from accel_parallel.supervise import Signals
 from tests.saved import checkpoint
 
 
@@ -54,6 +54,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (["launch", "fsdp", "--num-processes", "3"], "nearest that do: 30 or 33"),
         (["launch", "fsdp", "--num-processes", "0"], "'0' is not a whole number from 1 on"),
         (["launch", "fsdp", "--stop-at", "soon"], "'soon' is not a whole number from 1 on"),
+        (["launch", "fsdp", "--max-restarts", "-1"], "--max-restarts: '-1' is not a whole number from 0 on"),
+        (["launch", "fsdp", "--max-restarts", "x"], "--max-restarts: 'x' is not a whole number from 0 on"),
+        (["launch", "fsdp", "--max-restarts", "2", "--print-env"], "about a launch of ours, not about torchrun's"),
         (["launch", "ddp", "--set", "distributed.num_machines=2"], "2 machines need the address of machine 0"),
         (["launch"], "the following arguments are required: STRATEGY"),
         (["launch", "fsdp", "--fres"], "unrecognized arguments: --fres; did you mean '--fresh'?"),
@@ -121,8 +124,10 @@ def test_another_clusters_files(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_dry_run_prints_file_and_command_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "launch", "fsdp", "--dry-run", "--set", "fsdp.min_num_params=2M")
+    options = ["--set", "fsdp.min_num_params=2M", "--max-restarts", "3"]
+    code, out, _ = run(capsys, "launch", "fsdp", "--dry-run", *options)
     assert code == 0
+    assert "# accel-parallel would restart this up to 3 times" in out
     assert "distributed_type: FSDP" in out
     assert "NO_WRAP" in out
     assert out.splitlines()[-1].startswith("accelerate launch --config_file runs/fsdp-NNN/accelerate.yaml ")
@@ -232,10 +237,9 @@ class Supervised:
         self.plans: list[LaunchPlan] = []
         self.ends = Ended(0, None, [])
         self.during: Callable[[LaunchPlan], object] = lambda plan: None
-        monkeypatch.setattr("accel_parallel.cli.launch.supervise", self.supervise)
+        monkeypatch.setattr("accel_parallel.restarts.supervise", self.supervise)
 
-    def supervise(self, plan: LaunchPlan, announce: Callable[[], None]) -> Ended:
-        announce()
+    def supervise(self, plan: LaunchPlan, signals: Signals) -> Ended:
         self.plans.append(plan)
         self.during(plan)
         return self.ends
@@ -271,7 +275,7 @@ def test_a_launch_starts_a_run_then_continues_it_then_is_complete(
     checkpoint(Path("runs/fsdp-001"), 40)
     code, out, err = run(capsys, "launch", "fsdp", "--json")
     assert err == "continues runs/fsdp-001: fsdp, 2 processes\n"
-    assert json.loads(out)["data"] == {"run": "runs/fsdp-001", "summary": SUMMARY}
+    assert json.loads(out)["data"] == {"run": "runs/fsdp-001", "restarts": 0, "summary": SUMMARY}
     checkpoint(Path("runs/fsdp-001"), 80)
     Path("runs/fsdp-001/summary.json").write_text(json.dumps({"kind": "summary", **SUMMARY}))
     code, out, err = run(capsys, "launch", "fsdp")
@@ -331,7 +335,7 @@ def test_a_script_gets_a_file_that_is_gone_afterwards(
     supervised.ends = Ended(1, None, [Problem("ValueError: x", code="crash")], "Traceback ...\n")
     code, out, err = run(capsys, "launch", "fsdp", "--json", "--", "s.py", "--json", "a")
     assert code == 1
-    assert json.loads(out)["data"] == {"script": ["s.py", "--json", "a"]}
+    assert json.loads(out)["data"] == {"script": ["s.py", "--json", "a"], "restarts": 0}
     assert err == "starts s.py --json a: fsdp, 2 processes\nTraceback ...\n"
     assert "distributed_type: FSDP" in texts[0]
     assert supervised.plans[0].worker_arguments == ("s.py", "--json", "a")
@@ -345,14 +349,17 @@ def test_a_full_disk_is_one_line(
     def fail(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("accel_parallel.cli.launch.write_atomic", fail)
+    monkeypatch.setattr("accel_parallel.cli.generations.write_atomic", fail)
     code, _, err = run(capsys, "launch", "single")
     assert (code, err) == (2, "error: cannot write runs/single-001/accelerate.yaml: No space left on device\n")
     assert supervised.plans == []
 
 
 def test_what_interrupts_a_verb_is_one_line(supervised: Supervised, capsys: pytest.CaptureFixture[str]) -> None:
-    supervised.during = lambda plan: signal.raise_signal(signal.SIGINT)
+    def interrupt(plan: LaunchPlan) -> None:
+        raise KeyboardInterrupt
+
+    supervised.during = interrupt
     code, _, err = run(capsys, "launch", "single")
     assert (code, err.splitlines()[-1]) == (130, "error: interrupted")
 

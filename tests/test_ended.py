@@ -2,17 +2,22 @@
 
 import itertools
 import json
+import os
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from accel_parallel.ended import Ended, Requests, read_end
 from accel_parallel.errors import Problem
-from accel_parallel.launch import LOOP, SCRIPT, LaunchPlan
-from accel_parallel.supervise import Ended, _end_group, _ended, _killed_for_memory, _Signals, supervise
+from accel_parallel.launch import LOOP, LaunchPlan
+from accel_parallel.restarts import Restart, run_generations
+from accel_parallel.supervise import Signals, _end_group, _killed_for_memory
 
 KILL, TERM = -signal.SIGKILL, -signal.SIGTERM
 
@@ -57,10 +62,7 @@ class Launch:
     def end(self, returncode: int = 1, *, killed_for_memory: int = 0, **signals: Any) -> Ended:
         if self.failures:
             self.agent({"ok": False, "failures": self.failures})
-        state = _Signals(LaunchPlan(Path("c"), (), LOOP, (), 2), self.status)
-        for name, value in signals.items():
-            setattr(state, name, value)
-        return _ended(self.status, returncode, state, killed_for_memory)
+        return read_end(self.status, returncode, Requests(**signals), killed_for_memory)
 
     def agent(self, report: dict[str, Any]) -> None:
         (self.status / "agent.json").write_text(json.dumps(report))
@@ -221,6 +223,57 @@ def test_what_accelerate_refuses_before_anything_is_started(launch: Launch) -> N
     assert (ended.exit_code, line(ended), ended.problems[0].code) == (2, "ValueError: unknown keys", "launcher")
 
 
+# --- What need not happen again ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["crash", "lost"])
+def test_what_has_no_known_cause_is_restartable(kind: str, launch: Launch) -> None:
+    getattr(launch, kind)(1)
+    assert launch.end().restartable
+
+
+@pytest.mark.parametrize("code", [7, KILL, -signal.SIGSEGV])
+def test_who_ends_without_a_word_is_restartable(code: int, launch: Launch) -> None:
+    launch.lost(0)
+    launch.failed(1, code)
+    assert launch.end().restartable
+
+
+@pytest.mark.parametrize("other", ["crash", "lost", "mute"])
+def test_a_known_cause_is_not_whatever_else_happened(other: str, launch: Launch) -> None:
+    if other == "mute":
+        launch.failed(0, KILL)
+    else:
+        getattr(launch, other)(0, time=0.5)
+    launch.known(1)
+    assert not launch.end().restartable
+
+
+def test_who_was_killed_for_memory_would_be_again(launch: Launch) -> None:
+    """Even if another one was seen to end before."""
+    launch.failed(0, 7)
+    launch.failed(1, KILL)
+    assert not launch.end(killed_for_memory=1).restartable
+    launch.failures.pop()
+    assert launch.end(killed_for_memory=1).restartable, "some other process of this computer was killed"
+
+
+@pytest.mark.parametrize(("code", "restartable"), [(KILL, True), (1, False)])
+def test_a_launcher_that_was_killed_is_restartable(code: int, restartable: bool, launch: Launch) -> None:
+    assert launch.end(code).restartable is restartable
+    assert not launch.end(code, killed_for_memory=1).restartable
+
+
+def test_success_requests_and_refusals_are_not(launch: Launch) -> None:
+    launch.failed(0, KILL)
+    assert not launch.end(at_once=True, trained=True).restartable
+    launch.failures = []
+    launch.agent({"ok": False, "failures": [], "message": "ValueError: unknown keys"})
+    assert not launch.end().restartable
+    launch.agent({"ok": True})
+    assert not launch.end(0).restartable
+
+
 # --- Requests to stop ------------------------------------------------------------------------------------------------
 
 
@@ -282,8 +335,10 @@ def test_a_rank_is_a_number(launch: Launch) -> None:
 # --- The signals themselves ------------------------------------------------------------------------------------------
 
 
-def signals(status: Path, module: str = LOOP) -> _Signals:
-    return _Signals(LaunchPlan(Path("c"), (), module, (), 1), status)
+@contextmanager
+def signals(status: Path, *, own_loop: bool = True) -> Iterator[Requests]:
+    with Signals() as state, state.reach(status, own_loop=own_loop):
+        yield state.requests
 
 
 def test_a_request_during_training_is_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -318,6 +373,18 @@ def test_before_the_first_step_a_request_ends_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "stop").exists()
 
 
+def test_between_two_generations_a_request_ends_at_once(tmp_path: Path) -> None:
+    """Nobody reads any more what is written to the first one's directory. That it trained is remembered."""
+    (tmp_path / "step-0").write_text("3")
+    with Signals() as state:
+        with state.reach(tmp_path, own_loop=True):
+            pass
+        (tmp_path / "pid-0").write_text(str(os.getpid()))
+        signal.raise_signal(signal.SIGTERM)
+    assert (state.requests.at_once, state.requests.trained) == (True, True)
+    assert not (tmp_path / "stop").exists()
+
+
 def test_signals_go_on_to_the_processes_of_a_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,7 +398,7 @@ def test_signals_go_on_to_the_processes_of_a_script(
     monkeypatch.setattr("accel_parallel.supervise.os.kill", kill)
     for rank, pid in enumerate(("11", "12", "soon")):
         (tmp_path / f"pid-{rank}").write_text(pid)
-    with signals(tmp_path, SCRIPT) as state:
+    with signals(tmp_path, own_loop=False) as state:
         signal.raise_signal(signal.SIGUSR1)
     assert sent == [(11, signal.SIGUSR1), (12, signal.SIGUSR1)]
     assert not state.at_once
@@ -354,19 +421,26 @@ def test_the_kernel_counts_who_it_killed_for_memory(monkeypatch: pytest.MonkeyPa
 # --- A real launcher -------------------------------------------------------------------------------------------------
 
 
+def refuse(restart: Restart) -> bool:
+    raise AssertionError(f"would be restarted after {restart.ended}")
+
+
 def test_a_launcher_that_cannot_start_says_why(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("distributed_type: 'NO'\nunheard_of: 1\n")
     said: list[str] = []
-    ended = supervise(LaunchPlan(config, (), LOOP, (), 1), lambda: said.append("begins"))
+    plan = LaunchPlan(config, (), LOOP, (), 1)
+    ended = run_generations(lambda: plan, lambda: said.append("begins"), refuse, max_restarts=2)
     assert said == ["begins"]
-    assert ended.exit_code == 2
+    assert ended is not None
+    assert (ended.exit_code, ended.restartable) == (2, False)
     assert line(ended).startswith(f"ValueError: The config file at {config} had unknown keys (['unheard_of'])")
 
 
 def test_an_interrupt_before_the_start_ends_it(tmp_path: Path) -> None:
     plan = LaunchPlan(tmp_path / "c.yaml", (), LOOP, (), 1)
-    ended = supervise(plan, lambda: signal.raise_signal(signal.SIGINT))
+    ended = run_generations(lambda: plan, lambda: signal.raise_signal(signal.SIGINT), refuse, max_restarts=2)
+    assert ended is not None
     assert (ended.exit_code, line(ended)) == (130, "ended before the first step")
 
 

@@ -19,6 +19,7 @@ from tests.commands import (
     BIN,
     alive,
     errors,
+    faulty,
     launch,
     losses,
     make_home,
@@ -52,7 +53,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, toy: list[str]) -> Path:
 )
 def test_a_failing_worker_ends_the_launch_with_one_line(kind: str, exit_code: int, says: str, home: Path) -> None:
     run, when = home / f"runs/{kind}", home / f"{kind}-time"
-    fault = {"FAULT": f"{kind} 1 4", "FAULT_TIME": str(when), "PYTHONPATH": str(Path(__file__).parent / "faults")}
+    fault = faulty(kind, "1", "4", when)
     result = launch(home, "fsdp", "--run", f"runs/{kind}", "--set", "checkpoint.every=2", *LONG, env=fault)
     assert time.time() - float(when.read_text()) < 15
     assert result.returncode == exit_code

@@ -41,7 +41,7 @@ def nothing_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def supervise(*arguments: object) -> None:
         raise AssertionError(f"started {arguments}")
 
-    monkeypatch.setattr("accel_parallel.cli.launch.supervise", supervise)
+    monkeypatch.setattr("accel_parallel.restarts.supervise", supervise)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from accel_parallel import __version__
-from accel_parallel.arguments import positive
+from accel_parallel.arguments import not_negative, positive
 from accel_parallel.cli.output import Output, failing
 from accel_parallel.suggest import did_you_mean
 
@@ -148,6 +148,7 @@ def launch(arguments: argparse.Namespace, output: Output) -> None:
         fresh=arguments.fresh,
         stop_at=arguments.stop_at,
         machine_rank=arguments.machine_rank,
+        max_restarts=arguments.max_restarts,
         dry_run=arguments.dry_run,
         print_env=arguments.print_env,
         script=tuple(arguments.script),
@@ -227,6 +228,8 @@ def _launch(verb: Parser) -> None:
     verb.add_argument("--fresh", action="store_true", help="start a new run directory")
     verb.add_argument("--stop-at", type=positive, metavar="STEP", help="save and stop after this step")
     verb.add_argument("--machine-rank", type=int, metavar="N", help="this machine's number, with several")
+    text = "start again when a worker dies, up to N times; 0 by default"
+    verb.add_argument("--max-restarts", type=not_negative, default=0, metavar="N", help=text)
     verb.add_argument("--dry-run", action="store_true", help="print file, environment and command; start nothing")
     verb.add_argument("--print-env", action="store_true", help="print the environment that torchrun needs, for eval")
     verb.usage = "%(prog)s STRATEGY|FILE [options] [-- [-m] SCRIPT ARGS]"

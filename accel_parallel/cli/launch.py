@@ -4,20 +4,21 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accel_parallel.checkpoints import newest_step
+from accel_parallel.cli.generations import Training, say_trace, start_script_again, write
 from accel_parallel.cli.target import Target, find_target
-from accel_parallel.errors import LaunchError, Problem, RunError
-from accel_parallel.files import write_atomic
+from accel_parallel.errors import LaunchError, Problem
 from accel_parallel.launch import LOOP, SCRIPT, LaunchPlan, check_machines, plan_launch, shell_environment
 from accel_parallel.locks import Lock, hold_as_launcher
 from accel_parallel.metrics import format_processes, read_lines
+from accel_parallel.restarts import run_generations
 from accel_parallel.runs import Run, discard_partial_checkpoints, open_run
 from accel_parallel.spec import Destination, destinations, parse_set
 from accel_parallel.summary import render_summary
-from accel_parallel.supervise import supervise
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Request:
     fresh: bool = False
     stop_at: int | None = None
     machine_rank: int | None = None
+    max_restarts: int = 0
     dry_run: bool = False
     print_env: bool = False
     script: tuple[str, ...] = ()
@@ -55,6 +57,8 @@ def launch(request: Request, say: Callable[[str], None]) -> Result:
         raise LaunchError("--run, --fresh and --stop-at belong to the training loop, not to a script of yours")
     if request.script and request.print_env:
         raise LaunchError("--print-env is about the training loop", hint="leave the script out")
+    if request.max_restarts and request.print_env:
+        raise LaunchError("--max-restarts is about a launch of ours, not about torchrun's", hint="leave it out")
     _check_script(request.script)
     threads = os.environ.get("OMP_NUM_THREADS", "").strip()
     if threads and not threads.isdecimal():
@@ -101,21 +105,18 @@ def _launch_run(target: Target, request: Request, run: Run, say: Callable[[str],
     if step >= spec.training.steps:
         return _complete(run, step)
     config = run.path / "accelerate.yaml"
-    _write(config, target.config)
-    plan = _plan(target, request, config, run.path)
-    if plan.note:
-        say(plan.note)
+    write(config, target.config)
     changes = f" ({'; '.join(run.told_changes)})" if step and run.told_changes else ""
     does, processes = "continues" if step else "starts", format_processes(spec.num_processes)
     line = f"{does} {run.path}: {target.name}, {processes}{changes}"
-    ended = supervise(plan, lambda: say(line))
-    problems = list(ended.problems)
-    if ended.traceback:
-        trace = run.path / "traceback.txt"
-        _write(trace, ended.traceback)
-        problems = [Problem(p.message, code=p.code, hint=f"traceback in {trace}") for p in problems]
+    training = Training(run, spec.training.steps, request.machine_rank or 0, say)
+    plan = partial(_next_plan, target, request, config, run.path, say)
+    ended = run_generations(plan, lambda: say(line), training.again, request.max_restarts)
+    if ended is None:
+        return _complete(run, newest_step(run.path))
     lines = [render_summary(ended.summary)] if ended.summary else []
-    return Result({"run": str(run.path), "summary": ended.summary}, lines, problems, ended.exit_code)
+    data = {"run": str(run.path), "restarts": ended.restarts, "summary": ended.summary}
+    return Result(data, lines, training.problems(ended), ended.exit_code)
 
 
 def _check_sets(sets: tuple[str, ...]) -> None:
@@ -140,15 +141,24 @@ def _check_script(script: tuple[str, ...]) -> None:
 def _launch_script(target: Target, request: Request, say: Callable[[str], None]) -> Result:
     with tempfile.TemporaryDirectory(prefix="accel-parallel-") as folder:
         config = Path(folder) / "accelerate.yaml"
-        _write(config, target.config)
-        plan = _plan(target, request, config)
-        if plan.note:
-            say(plan.note)
-        line = f"starts {' '.join(request.script)}: {target.name}, {format_processes(plan.num_processes)}"
-        ended = supervise(plan, lambda: say(line))
-    if ended.traceback:
-        say(ended.traceback.rstrip("\n"))
-    return Result({"script": list(request.script)}, [], ended.problems, ended.exit_code)
+        write(config, target.config)
+        plan = partial(_next_plan, target, request, config, None, say)
+        line = f"starts {' '.join(request.script)}: {target.name}, {format_processes(target.spec.num_processes)}"
+        again = partial(start_script_again, say=say)
+        ended = run_generations(plan, lambda: say(line), again, request.max_restarts)
+    assert ended is not None  # of a script nobody knows that nothing is left to do
+    say_trace(ended, say)
+    data = {"script": list(request.script), "restarts": ended.restarts}
+    return Result(data, [], ended.problems, ended.exit_code)
+
+
+def _next_plan(
+    target: Target, request: Request, config: Path, run: Path | None, say: Callable[[str], None]
+) -> LaunchPlan:
+    plan = _plan(target, request, config, run)
+    if plan.note:
+        say(plan.note)
+    return plan
 
 
 def _plan(target: Target, request: Request, config: Path, run: Path | None = None) -> LaunchPlan:
@@ -181,19 +191,13 @@ def _dry_run(target: Target, request: Request) -> Result:
     config = Path(f"{target.name}.yaml") if request.script else run / "accelerate.yaml"
     plan = _plan(target, request, config, run)
     note = [f"# {plan.note}"] if plan.note else []
+    note += [f"# accel-parallel would restart this up to {request.max_restarts} times"] if request.max_restarts else []
     exported = [f"{key}={value}" for key, value in target.environment.items()]
     lines = [f"# {plan.config}", target.config.rstrip("\n"), ""]
     if exported:
         lines += ["# what Accelerate's launcher exports to each process, besides its rank", *exported, ""]
     lines += [*note, plan.command()]
     return Result({"config": target.config, "environment": target.environment, "command": plan.command()}, lines)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_atomic(path, text)
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _complete(run: Run, step: int) -> Result:

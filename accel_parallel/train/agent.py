@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -70,6 +71,36 @@ def end_workers(*, at_once: bool) -> None:
     PContext.close = close  # type: ignore[method-assign,assignment]
 
 
+def join_fresh_stores() -> None:
+    """Of several machines, one that starts again waits until the first has started again too.
+
+    The first machine's agent holds the store in which all meet, at an address that never changes. As long as it has not
+    seen that its generation is lost, its store is the old one: what it says of workers is true no more.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.rendezvous import RendezvousInfo
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    original = StaticTCPRendezvous.next_rendezvous
+
+    def is_fresh(meeting: RendezvousInfo) -> bool:
+        try:
+            return meeting.store.add(f"accel_parallel/joined/{meeting.rank}", 1) == 1
+        except DistError:  # its agent ended just now
+            return False
+
+    def next_rendezvous(rendezvous: StaticTCPRendezvous) -> RendezvousInfo:
+        deadline = time.monotonic() + rendezvous.timeout.total_seconds()
+        while not is_fresh(meeting := original(rendezvous)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the first machine did not start again within {rendezvous.timeout.seconds} s")
+            rendezvous._store = None
+            time.sleep(1)
+        return meeting
+
+    StaticTCPRendezvous.next_rendezvous = next_rendezvous  # type: ignore[method-assign,assignment]
+
+
 def main(argv: list[str]) -> int:
     status, arguments = Path(argv[0]), argv[1:]
     die_with_parent(signal.SIGKILL, read_pid(status / LAUNCHER))
@@ -82,6 +113,7 @@ def main(argv: list[str]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     hear_no_signals()
     end_workers(at_once="accel_parallel.train.script" not in arguments)
+    join_fresh_stores()
     report: dict[str, Any] = {"ok": True}
     try:
         launch_command(launch_command_parser().parse_args(arguments))
