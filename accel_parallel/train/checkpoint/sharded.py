@@ -25,7 +25,7 @@ def _as_dtensor(tensor: ShardedTensor) -> DTensor:
     """Raises AssertionError unless it is cut along its first dimension as `torch.chunk` does."""
     group = tensor._process_group or distributed.group.WORLD
     assert group is not None
-    shape = tensor.size()
+    shape = tensor.metadata().size  # its `size()` warns the user
     shards = tensor.local_shards()
     local = shards[0].tensor if shards else torch.empty(0, *shape[1:], dtype=tensor.dtype)
     rows = -(-shape[0] // distributed.get_world_size(group))
