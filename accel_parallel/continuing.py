@@ -28,6 +28,8 @@ _EFFECTS: Mapping[str, Effect] = {
     "model.preset": Effect.NONE,
     "model.activation_checkpointing": Effect.LAYOUT,
     "model.loss": Effect.LAYOUT,
+    # The checkpoint's weights are the ones that count.
+    "model.init_from": Effect.NONE,
     # A sample is so many tokens, and the cursor of the data counts samples.
     "model.seq_len": Effect.ORDER,
     "training.seed": Effect.ORDER,

@@ -72,6 +72,13 @@ def open_run(
     return run
 
 
+def continued_by(spec: RunSpec, strategy: str, *, explicit: Path | None = None, fresh: bool = False) -> Path | None:
+    """The directory that `open_run` would continue, None if it would start one. Nothing is written."""
+    if explicit is not None or fresh:
+        return explicit
+    return next((path for path in reversed(_numbered(ROOT, strategy)) if not _differences(path, spec)), None)
+
+
 def _next(spec: RunSpec, strategy: str, root: Path, fresh: bool) -> Run:
     existing = _numbered(root, strategy)
     note = None

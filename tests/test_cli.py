@@ -170,7 +170,8 @@ def test_runs_in_the_way_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], ["config", "--help"], ["launch", "--help"], ["prepare", "--help"]):
+    for verb in ([], ["config"], ["launch"], ["prepare"], ["checkpoints"], ["export"], ["generate"]):
+        arguments = [*verb, "--help"]
         code, out, err = run(capsys, *arguments)
         assert (code, err) == (0, "")
         assert max(map(len, out.splitlines())) <= 80

@@ -35,6 +35,7 @@ CHANGES: dict[str, list[str]] = {
     "model.rope_theta": ["model.rope_theta=500"],
     "model.norm_eps": ["model.norm_eps=0.1"],
     "model.tie_embeddings": ["model.tie_embeddings=false"],
+    "model.init_from": ["model.init_from={llama}"],
     "data.tokenizer": ["data.tokenizer={tokenizer}"],
     "data.max_tokens": ["data.max_tokens=2500"],
     "data.val_fraction": ["data.val_fraction=0.3"],
@@ -103,11 +104,23 @@ def test_the_same_specification_leaves_the_same_trace(base: dict[str, Any], toy:
     assert trace(train(tmp_path / "run", "single", 1, [*toy, *BASE])) == base
 
 
+@pytest.fixture(scope="module")
+def llama(toy: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with other weights for the toy's shape."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from accel_parallel.llama import llama_config
+
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(**llama_config(load_spec(None, toy).model, 0, "float32"))).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("key", CHANGES)
 def test_a_key_of_the_loop_changes_the_run(
-    key: str, base: dict[str, Any], toy: list[str], tokenizer: Path, tmp_path: Path
+    key: str, base: dict[str, Any], toy: list[str], tokenizer: Path, llama: Path, tmp_path: Path
 ) -> None:
-    change = [entry.format(tokenizer=tokenizer) for entry in CHANGES[key]]
+    change = [entry.format(tokenizer=tokenizer, llama=llama) for entry in CHANGES[key]]
     if key == "model.preset":
         # The toy names every dimension; left out, they follow the preset.
         spec = load_spec(None, [*toy, "model.preset=null"])

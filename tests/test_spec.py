@@ -511,7 +511,8 @@ def test_the_file_to_edit_shows_every_key_with_its_description() -> None:
 
 def test_what_a_preset_decides_is_not_frozen_into_the_file_to_edit() -> None:
     text = dump_spec(load_spec(sets=["model.num_layers=6"]), comments=True)
-    assert set(yaml.safe_load(text)["model"]) == {"preset", "num_layers", "activation_checkpointing", "loss"}
+    kept = {"preset", "num_layers", "activation_checkpointing", "loss", "init_from"}
+    assert set(yaml.safe_load(text)["model"]) == kept
     assert "# hidden_dim: 320 " in text
     edited = spec_file(text.replace("preset: tiny ", "preset: 124m "))
     assert (load_spec(edited).model.hidden_dim, load_spec(edited).model.num_layers) == (768, 6)

@@ -5,16 +5,18 @@ argparse and not a larger library: with one, the start of every verb takes a ten
 
 import argparse
 import gc
-import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from accel_parallel import __version__
 from accel_parallel.arguments import not_negative, positive
+from accel_parallel.cli.export import add_arguments as add_export
+from accel_parallel.cli.generate import add_arguments as add_generate
+from accel_parallel.cli.metadata import defer_metadata
 from accel_parallel.cli.output import Output, failing
 from accel_parallel.suggest import did_you_mean
 
@@ -87,31 +89,10 @@ def run(argv: Sequence[str] | None) -> NoReturn:
     arguments = parser().parse_args(ours)
     if script and arguments.verb != "launch":
         parser().error(f"{arguments.verb} takes nothing after --")
-    arguments.script = script
+    arguments.script, arguments.words = script, ours[1:]
     with failing(arguments.verb, getattr(arguments, "json", False)) as output:
         arguments.function(arguments, output)
     sys.exit(0)
-
-
-def defer_metadata() -> None:
-    """Let importlib.metadata, and with it the email package, be loaded only when it is used.
-
-    pydantic imports a name of it for the plugins that are switched off: 30 ms of every start.
-    """
-    name = "importlib.metadata"
-    if name in sys.modules:
-        return
-
-    def real() -> Any:
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-        return importlib.import_module(name)
-
-    module: Any = ModuleType(name)
-    module.entry_points = lambda **groups: real().entry_points(**groups)
-    # The import system itself asks for `__path__`.
-    module.__getattr__ = lambda attribute: None if attribute == "__path__" else getattr(real(), attribute)
-    sys.modules[name] = importlib.metadata = module
 
 
 def parser() -> argparse.ArgumentParser:
@@ -123,6 +104,8 @@ def parser() -> argparse.ArgumentParser:
     _launch(_verb(verbs, launch, "train under a strategy, continuing its newest run"))
     _prepare(_verb(verbs, prepare, "read, tokenise and cache the text, without training"))
     _checkpoints(_verb(verbs, checkpoints, "list what a run has saved, verify it, or see where it loads"))
+    add_export(_verb(verbs, export, "write a run's weights and tokenizer as a Hugging Face Llama folder"))
+    add_generate(_verb(verbs, generate, "print how a run, or an exported folder, continues a prompt"))
     return top
 
 
@@ -140,7 +123,7 @@ def launch(arguments: argparse.Namespace, output: Output) -> None:
     request = Request(
         target=arguments.target,
         spec=arguments.spec,
-        sets=tuple(arguments.set),
+        sets=(*arguments.set, *_init_from(arguments)),
         num_processes=arguments.num_processes,
         cpu=arguments.cpu,
         keep_precision=arguments.keep_precision,
@@ -173,6 +156,11 @@ def checkpoints(arguments: argparse.Namespace, output: Output) -> None:
     output.finish(result.data, result.lines, result.problems, result.exit_code)
 
 
+def _init_from(arguments: argparse.Namespace) -> list[str]:
+    """The override that `--init-from` is short for; quoted, as it is read as YAML."""
+    return [f"model.init_from={json.dumps(str(arguments.init_from))}"] if arguments.init_from else []
+
+
 def prepare(arguments: argparse.Namespace, output: Output) -> None:
     import subprocess
 
@@ -181,6 +169,18 @@ def prepare(arguments: argparse.Namespace, output: Output) -> None:
     for entry in arguments.set:
         command += ["--set", entry]
     sys.exit(subprocess.call(command))
+
+
+def export(arguments: argparse.Namespace, output: Output) -> None:
+    from accel_parallel.cli.heavy import run_heavy
+
+    run_heavy("export", arguments.words)
+
+
+def generate(arguments: argparse.Namespace, output: Output) -> None:
+    from accel_parallel.cli.heavy import run_heavy
+
+    run_heavy("generate_text", arguments.words)
 
 
 def _verb(
@@ -226,6 +226,8 @@ def _launch(verb: Parser) -> None:
     verb.add_argument("--keep-precision", action="store_true", help="on CPU, compute in the asked precision")
     verb.add_argument("--run", type=Path, metavar="DIR", help="run directory to start in or continue")
     verb.add_argument("--fresh", action="store_true", help="start a new run directory")
+    text = "weights to start from: a Hugging Face Llama folder (model.init_from)"
+    verb.add_argument("--init-from", type=Path, metavar="DIR", help=text)
     verb.add_argument("--stop-at", type=positive, metavar="STEP", help="save and stop after this step")
     verb.add_argument("--machine-rank", type=int, metavar="N", help="this machine's number, with several")
     text = "start again when a worker dies, up to N times; 0 by default"

@@ -12,11 +12,12 @@ from accel_parallel.checkpoints import newest_step
 from accel_parallel.cli.generations import Training, say_trace, start_script_again, write
 from accel_parallel.cli.target import Target, find_target
 from accel_parallel.errors import LaunchError, Problem
+from accel_parallel.init_from import check_init_from
 from accel_parallel.launch import LOOP, SCRIPT, LaunchPlan, check_machines, plan_launch, shell_environment
 from accel_parallel.locks import Lock, hold_as_launcher
 from accel_parallel.metrics import format_processes, read_lines
 from accel_parallel.restarts import run_generations
-from accel_parallel.runs import Run, discard_partial_checkpoints, open_run
+from accel_parallel.runs import Run, continued_by, discard_partial_checkpoints, open_run
 from accel_parallel.spec import Destination, destinations, parse_set
 from accel_parallel.summary import render_summary
 
@@ -71,11 +72,24 @@ def launch(request: Request, say: Callable[[str], None]) -> Result:
     if request.print_env:
         return _print_env(target)
     check_machines(target.spec, request.machine_rank)
+    if not request.script:
+        _check_first_weights(target, request)
     if request.dry_run:
         return _dry_run(target, request)
     if request.script:
         return _launch_script(target, request, say)
     return _launch_loop(target, request, say)
+
+
+def _check_first_weights(target: Target, request: Request) -> None:
+    """A run that has a checkpoint goes on from that, whatever became of the folder it once started from."""
+    spec = target.spec
+    # The other machines need not have the folder: their processes may receive the weights.
+    if spec.model.init_from is None or request.machine_rank not in (None, 0):
+        return
+    run = continued_by(spec, target.name, explicit=request.run, fresh=request.fresh)
+    if run is None or newest_step(run) == 0:
+        check_init_from(spec.model)
 
 
 def _launch_loop(target: Target, request: Request, say: Callable[[str], None]) -> Result:

@@ -48,6 +48,8 @@ class Model(Section):
     """Recompute in the backward pass nothing, each whole block, or all but its matrix products and attention."""
     loss: Literal["chunked", "full"] = "chunked"
     """Cross-entropy in chunks that never hold all logits at once, or from the full logits."""
+    init_from: str | None = None
+    """A folder with a Hugging Face Llama checkpoint of this shape, whose weights a new run starts from; null: none."""
 
     @model_validator(mode="before")
     @classmethod

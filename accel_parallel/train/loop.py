@@ -12,6 +12,7 @@ from accel_parallel.train.checkpoint import Checkpoints
 from accel_parallel.train.control import Control
 from accel_parallel.train.data import TokenData, TrainBatches, ValBatches
 from accel_parallel.train.evaluate import evaluate
+from accel_parallel.train.initialize import initialize
 from accel_parallel.train.meter import Meter
 from accel_parallel.train.model import TransformerLM
 from accel_parallel.train.optimize import build_optimizer, set_lr
@@ -52,8 +53,7 @@ def train(
         data, spec.model.seq_len, spec.training, spec.logging.eval_batches, runtime.rank, runtime.world_size
     )
     fresh = TransformerLM(spec.model)
-    if runtime.fills_weights():
-        fresh.init_weights(spec.training.seed)
+    initialize(fresh, runtime, restored_later=checkpoints.found())  # collective: every rank
     model, optimizer = runtime.prepare(fresh, build_optimizer(fresh, spec.training), *batches.step(0)[0])
     state = checkpoints.restore(model, optimizer, reporter.say)
     reporter.start(state, held_out.unigram_entropy)

@@ -22,6 +22,7 @@ from accel_parallel.train.checkpoint import VERSIONS, Checkpoints
 from accel_parallel.train.control import Control
 from accel_parallel.train.data import TokenData, prepare
 from accel_parallel.train.generate import generate
+from accel_parallel.train.initialize import other_tokenizer
 from accel_parallel.train.loop import Outcome, train
 from accel_parallel.train.meter import peak_memory_gib
 from accel_parallel.train.report import Reporter
@@ -64,6 +65,9 @@ def run_session(spec: RunSpec, options: Options, control: Control) -> dict[str, 
     model = runtime.spec.model.shape
     say(f"{model.total_parameters:,} parameters, {runtime.spec.tokens_per_step:,} tokens a step, the first is slow")
     checkpoints = Checkpoints(run, runtime, data.fingerprint)
+    starts_from = runtime.spec.model.init_from
+    if not checkpoints.found() and starts_from:
+        say(other_tokenizer(runtime.spec.model, data, runtime.spec.data.tokenizer) or f"starts from {starts_from}")
     with tracking(runtime, data, run) as reporter:
         try:
             outcome = train(runtime, data, checkpoints, reporter, control, stop_at=options.stop_at)

@@ -75,6 +75,10 @@ class Checkpoints:
             saved = self._writer.collect(wait=wait)
         return [saved] if saved else []
 
+    def found(self) -> bool:
+        """Whether there is a complete one, before its digests are read."""
+        return any(found.damage is None for found in self._newest_first())
+
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> TrainState:
         """Load the newest checkpoint that is intact, in place; a fresh state if there is none.
 
@@ -86,6 +90,10 @@ class Checkpoints:
             if damage is None:
                 return self._load(found, model, optimizer)
             say(f"{found.path} is not used: {damage}")
+        if self._runtime.spec.model.init_from and self.found():
+            # Nobody read the weights of `model.init_from`, as these checkpoints were to replace them.
+            hint = "move its checkpoints away to start from model.init_from again"
+            raise RunError(f"no checkpoint of {self._run.path} is intact", hint=hint)
         return TrainState()
 
     def _newest_first(self) -> list[Checkpoint]:

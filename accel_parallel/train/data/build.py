@@ -16,6 +16,7 @@ from accel_parallel.spec import Data
 from accel_parallel.train.data.cache import (
     FORMAT,
     building,
+    entries,
     entry_folder,
     locked,
     read_manifest,
@@ -121,6 +122,14 @@ def prepare(data: Data, vocab_size: int, *, leader: bool = True, say: Callable[[
     elif manifest is None:
         manifest = wait_for(folder, say)
     return TokenData(folder, manifest)
+
+
+def find_tokens(fingerprint: str, tokenizer: str | None) -> TokenData | None:
+    """The cached tokens of this fingerprint that `data.tokenizer` made, whatever became of the text since."""
+    for folder, manifest in entries():
+        if manifest.get("fingerprint") == fingerprint and manifest["tokenizer"]["name"] == tokenizer:
+            return TokenData(folder, manifest)
+    return None
 
 
 def _identity(data: Data, vocab_size: int, source: Source) -> dict[str, Any]:

@@ -38,6 +38,13 @@ def entry_folder(identity: dict[str, Any]) -> Path:
     return cache_root() / "tokens" / sha256(text.encode()).hexdigest()[:24]
 
 
+def entries() -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Every complete entry: its folder and its manifest."""
+    for path in sorted((cache_root() / "tokens").glob(f"*/{MANIFEST}")):
+        if manifest := read_manifest(path.parent):
+            yield path.parent, manifest
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a complete entry; `None` if there is none, or its token files are not as long as it says."""
     try:
