@@ -61,10 +61,7 @@ class Strategy:
         return f"{self.name} needs more than {was} processes (machines x processes on each): {machines} x {processes}"
 
     def refuse_contradictions(self, sets: Iterable[str]) -> None:
-        """Raises SpecError when an override of the command line wants something else than this name means, or nothing.
-
-        The keys of the `ddp` and `fsdp` sections have no effect under a strategy of another kind.
-        """
+        """Raises SpecError when an override of the command line wants something else than this name means."""
         wanted = {key: value for key, value, problem in map(parse_set, sets) if problem is None}
         problems = [
             Problem(
@@ -76,18 +73,14 @@ class Strategy:
             for key, value in wanted.items()
             if key in self.overrides and self.overrides[key] != value
         ]
-        problems += [
-            Problem(
-                f"has no effect under {self.name}",
-                code="strategy-contradiction",
-                path=f"--set {key}={scalar(value)}",
-                hint=f"leave it out, or choose another strategy, such as {key.partition('.')[0]}",
-            )
-            for key, value in wanted.items()
-            if key.partition(".")[0] in {"ddp", "fsdp"} - {str(self.kind)}
-        ]
         if problems:
             raise SpecError(problems)
+
+    def without_effect(self, sets: Iterable[str]) -> list[str]:
+        """One line for each override of the command line that belongs to another kind of strategy."""
+        keys = [key for key, _, problem in map(parse_set, sets) if problem is None]
+        others = {"ddp", "fsdp"} - {str(self.kind)}
+        return [f"--set {key} has no effect under {self.name}" for key in keys if key.partition(".")[0] in others]
 
     def _world(self, spec: RunSpec) -> tuple[int, int]:
         """Machines, and processes on each."""

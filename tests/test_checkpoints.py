@@ -172,7 +172,7 @@ def test_what_another_value_does(sets: list[str], effect: Effect) -> None:
 
 def test_every_key_of_the_model_is_decided_one_by_one_or_refused() -> None:
     free = {key for key in RunSpec().flat() if key.startswith("model.") and not effect_of(key).refused}
-    assert free == {"model.preset", "model.activation_checkpointing", "model.loss"}
+    assert free == {"model.preset", "model.init_from", "model.activation_checkpointing", "model.loss"}
 
 
 def test_keys_that_only_one_version_knows_are_no_changes() -> None:

@@ -20,10 +20,10 @@ import torch
 
 from accel_parallel.arguments import size
 from accel_parallel.checkpoints import complete_checkpoints
-from accel_parallel.cli.output import Output
 from accel_parallel.errors import AccelParallelError, DataError, RunError, SpecError
 from accel_parallel.init_from import check_init_from
 from accel_parallel.llama import llama_config, llama_name, our_name, refusals, shape_of
+from accel_parallel.output import Output
 from accel_parallel.runs import open_run
 from accel_parallel.spec import PRESETS, Model, RunSpec, load_spec
 from accel_parallel.train import export as export_module

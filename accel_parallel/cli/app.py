@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from accel_parallel import __version__
-from accel_parallel.arguments import not_negative, positive
-from accel_parallel.cli.export import add_arguments as add_export
-from accel_parallel.cli.generate import add_arguments as add_generate
+from accel_parallel.arguments import natural, positive
 from accel_parallel.cli.metadata import defer_metadata
-from accel_parallel.cli.output import Output, failing
+from accel_parallel.output import Output, failing
 from accel_parallel.suggest import did_you_mean
+from accel_parallel.verbs.export import add_arguments as add_export
+from accel_parallel.verbs.generate import add_arguments as add_generate
 
 DESCRIPTION = "One training loop for Hugging Face Accelerate; the parallelism is decided by generated YAML."
 
@@ -231,7 +231,7 @@ def _launch(verb: Parser) -> None:
     verb.add_argument("--stop-at", type=positive, metavar="STEP", help="save and stop after this step")
     verb.add_argument("--machine-rank", type=int, metavar="N", help="this machine's number, with several")
     text = "start again when a worker dies, up to N times; 0 by default"
-    verb.add_argument("--max-restarts", type=not_negative, default=0, metavar="N", help=text)
+    verb.add_argument("--max-restarts", type=natural, default=0, metavar="N", help=text)
     verb.add_argument("--dry-run", action="store_true", help="print file, environment and command; start nothing")
     verb.add_argument("--print-env", action="store_true", help="print the environment that torchrun needs, for eval")
     verb.usage = "%(prog)s STRATEGY|FILE [options] [-- [-m] SCRIPT ARGS]"

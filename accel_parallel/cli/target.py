@@ -54,8 +54,9 @@ def _strategy(
     strategy.refuse_contradictions(typed)
     if raised and num_processes is not None:
         raise LaunchError(raised, hint="leave --num-processes out, or set distributed.num_machines")
+    notes = [*([raised] if raised else []), *strategy.without_effect(typed)]
     config = render_file(spec, strategy, source="spec.yaml", foreign=not own_loop)
-    return Target(name, config, spec, environment(loads(config)), notes=(raised,) if raised else ())
+    return Target(name, config, spec, environment(loads(config)), notes=tuple(notes))
 
 
 def _file(

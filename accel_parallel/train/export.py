@@ -12,14 +12,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from accel_parallel.cli.export import add_arguments
-from accel_parallel.cli.output import Output, failing
 from accel_parallel.errors import RunError
 from accel_parallel.files import fsync
 from accel_parallel.init_from import CONFIG, INDEX, WEIGHTS
 from accel_parallel.llama import DTYPES, llama_config, llama_name
+from accel_parallel.output import Output, failing
 from accel_parallel.train.agent import die_with_parent
 from accel_parallel.train.saved import SavedModel, Say, open_saved
+from accel_parallel.verbs.export import add_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor

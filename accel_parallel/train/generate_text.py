@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_parallel.cli.generate import add_arguments
-from accel_parallel.cli.output import Output, failing
 from accel_parallel.errors import DataError, RunError
 from accel_parallel.init_from import CONFIG
 from accel_parallel.llama import llama_config, llama_name
+from accel_parallel.output import Output, failing
 from accel_parallel.train.agent import die_with_parent
 from accel_parallel.train.saved import SavedModel, open_saved
+from accel_parallel.verbs.generate import add_arguments
 
 
 @dataclass(frozen=True)
