@@ -63,6 +63,11 @@ class Kill:
         return self.step == self.began
 
     @property
+    def allowed(self) -> int:
+        """Steps that a kill may cost: those since the newest save, and behind the loop since the one before it."""
+        return 2 * EVERY if self.in_background else EVERY
+
+    @property
     def lost(self) -> int:
         return self.step - self.kept
 
@@ -118,7 +123,7 @@ class Torture:
         began, earlier = newest_step(run), len(read_lines(run / "metrics.jsonl"))
         with self._started(run) as (job, status):
             going = self._wait(aim, began, run, status, job)
-            unpublished = kill(job, ranks, run, self.draw.choice([0.0, 0.02, 0.3])) if going else {}
+            unpublished = kill(job, ranks, run, status, self.draw.choice([0.0, 0.02, 0.3])) if going else {}
             if not going or any(job.processes[rank].exitcode != -signal.SIGKILL for rank in ranks):
                 self._look_at_end(job, status)
                 return False
@@ -135,6 +140,8 @@ class Torture:
             newest_step(run),
             unpublished,
         )
+        if done.lost > done.allowed:
+            self._mismatch(f"{done.lost} steps are lost: {done}")
         self.report.kills.append(done)
         self.say(json.dumps({"kill": len(self.report.kills), **asdict(done)}))
         return True
@@ -213,11 +220,12 @@ class Started:
         self._status.cleanup()
 
 
-def kill(job: Job, ranks: Sequence[int], run: Path, seconds: float) -> dict[str, int]:
+def kill(job: Job, ranks: Sequence[int], run: Path, status: Path, seconds: float) -> dict[str, int]:
     """Kill some of the workers, and the others `seconds` later. What was being saved, seen while all stood still."""
     send(job.pids, signal.SIGSTOP)
     time.sleep(0.003)
-    unpublished = files_of_a_save(run)
+    # Before the first step it could be what an earlier kill left, and is cleared away.
+    unpublished = files_of_a_save(run) if step_of(status) else {}
     send([job.pids[rank] for rank in ranks], signal.SIGKILL)
     # The others notice, and until the launcher ends them it is up to them what they do.
     send(job.pids, signal.SIGCONT)
