@@ -117,6 +117,11 @@ test *args:
 test-all *args:
     pytest {{args}}
 
+# Kill training at random moments, inside saves too, and start it again: `--kills 100 --seed 0`; takes minutes.
+[group('develop')]
+torture *args:
+    python -m tests.torture {{args}}
+
 # Measure what each strategy costs, for docs/strategies.md; takes minutes.
 [group('develop')]
 measure-strategies:

@@ -32,7 +32,11 @@ TOY = (
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of small English-like text files."""
-    folder = tmp_path_factory.mktemp("corpus")
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def write_corpus(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
     subjects = ("the loop", "a shard", "every rank", "one gradient", "the optimizer", "this checkpoint")
     verbs = ("reads", "gathers", "reduces", "keeps", "writes", "forgets")
     for number in range(40):

@@ -102,6 +102,27 @@ def test_a_full_disk_is_one_line_and_keeps_what_there_was(toy: list[str], small_
     assert f"continues at step {max(kept)} of 20" in again.log
 
 
+def test_a_full_disk_under_a_save_behind_ends_the_run_a_step_later(toy: list[str], small_disk: Path) -> None:
+    """Not only when the next save would have waited for it. One checkpoint fits beside the ballast, two do not."""
+    (small_disk / "ballast").write_bytes(b"x" * 900_000)
+    sets = [*toy, "checkpoint.every=6", "checkpoint.keep=9", "checkpoint.async=true"]
+    result = train(small_disk / "run", "fsdp", 2, sets)
+    assert result.exit_codes == [2, 2], result.log
+    for error in result.errors:
+        [problem] = error["problems"]
+        assert re.fullmatch(r"cannot save .*step-00000012: No space left on device \(rank \d\)", problem["message"])
+        assert problem["hint"] == "step-00000006 is intact, its digests were read"
+        assert error["traceback"] is None
+    assert len(result.errors) == 2
+    assert 12 < max(result.rows()) < 18
+    assert list(complete_checkpoints(result.run)) == [6]
+    assert not list((result.run / "checkpoints").glob(".partial*"))
+    (small_disk / "ballast").unlink()
+    again = train(small_disk / "run", "fsdp", 2, [*toy, "checkpoint.async=true"])
+    assert again.exit_codes == [0, 0], again.errors
+    assert "continues at step 6 of 20" in again.log
+
+
 def test_metrics_on_a_full_disk_are_one_line(toy: list[str], small_disk: Path) -> None:
     run = small_disk / "run"
     run.mkdir()

@@ -66,12 +66,46 @@ def _context() -> Any:
     return context
 
 
+@dataclass(frozen=True)
+class Job:
+    """Processes that were started and are not waited for, in rank order."""
+
+    processes: list[Any]
+    receivers: list[Connection]
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
+
+    def results(self) -> list[tuple[str, Any]]:
+        """Wait; ("ok", result) or ("error", traceback) per rank."""
+        results = []
+        for process, receiver in zip(self.processes, self.receivers, strict=True):
+            try:
+                results.append(receiver.recv() if receiver.poll(TIMEOUT) else ("error", f"no answer in {TIMEOUT} s"))
+            except EOFError:
+                process.join()
+                results.append(("error", f"process ended with exit code {process.exitcode}"))
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+        return results
+
+
 def run_processes(
     function: Callable[..., Any], environment: dict[str, str], world_size: int, *args: Any, machines: int = 1
 ) -> list[tuple[str, Any]]:
     """Call `function(*args)` in `world_size` processes of one job; ("ok", result) or ("error", traceback) per rank."""
+    return start_processes(function, environment, world_size, *args, machines=machines).results()
+
+
+def start_processes(
+    function: Callable[..., Any], environment: dict[str, str], world_size: int, *args: Any, machines: int = 1
+) -> Job:
+    """Begin to call `function(*args)` in `world_size` processes of one job."""
     port = free_port()
-    workers = []
+    job = Job([], [])
     local_size = world_size // machines
     for rank in range(world_size):
         world = {
@@ -87,19 +121,9 @@ def run_processes(
         process = _context().Process(target=_run, args=(sender, process_environment, function, args), daemon=True)
         process.start()
         sender.close()
-        workers.append((process, receiver))
-    results = []
-    for process, receiver in workers:
-        try:
-            results.append(receiver.recv() if receiver.poll(TIMEOUT) else ("error", f"no answer in {TIMEOUT} s"))
-        except EOFError:
-            process.join()
-            results.append(("error", f"process ended with exit code {process.exitcode}"))
-    for process, _ in workers:
-        process.join(5)
-        if process.is_alive():
-            process.kill()
-    return results
+        job.processes.append(process)
+        job.receivers.append(receiver)
+    return job
 
 
 def _run(sender: Connection, environment: dict[str, str], function: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -164,30 +188,48 @@ def train(
     environment: dict[str, str] | None = None,
 ) -> Trained:
     """Train a specification under a strategy, as `accel-parallel launch` would, in forked workers."""
-    per_machine = world_size // STRATEGIES[strategy].min_machines
-    spec = STRATEGIES[strategy].resolve(read_spec(None, [f"distributed.processes_per_machine={per_machine}", *sets]))
-    assert spec.num_processes == world_size, f"{strategy} cannot have {world_size} processes"
-    exported = {**launcher_environment(render_file(spec, STRATEGIES[strategy])), **(environment or {})}
     with tempfile.TemporaryDirectory() as status:
-        spec_file = Path(status) / "spec.yaml"
-        spec_file.write_text(dump_spec(spec))
-        arguments = ["--spec", str(spec_file), "--run", str(run), *argv]
-        results = run_processes(
-            _worker, exported, world_size, arguments, status, machines=spec.distributed.num_machines
-        )
+        job = start_training(run, strategy, world_size, sets, Path(status), argv=argv, environment=environment)
+        results = job.results()
         crashes = [text for kind, text in results if kind == "error"]
         if crashes:
             raise AssertionError("\n".join(crashes))
         errors = [json.loads(path.read_text()) for path in sorted(Path(status).glob("error-*.json"))]
         summary = Path(status) / "summary.json"
-        log = "".join(path.read_text() for path in sorted(Path(status).glob("log-*.txt")))
         return Trained(
             run,
             [code for _, code in results],
             errors,
             json.loads(summary.read_text()) if summary.exists() else None,
-            log,
+            log_of(Path(status)),
         )
+
+
+def start_training(
+    run: Path,
+    strategy: str,
+    world_size: int,
+    sets: Sequence[str],
+    status: Path,
+    *,
+    argv: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+) -> Job:
+    """Begin to `train`; `status` is an empty directory for what the workers tell."""
+    per_machine = world_size // STRATEGIES[strategy].min_machines
+    spec = STRATEGIES[strategy].resolve(read_spec(None, [f"distributed.processes_per_machine={per_machine}", *sets]))
+    assert spec.num_processes == world_size, f"{strategy} cannot have {world_size} processes"
+    exported = {**launcher_environment(render_file(spec, STRATEGIES[strategy])), **(environment or {})}
+    spec_file = status / "spec.yaml"
+    spec_file.write_text(dump_spec(spec))
+    arguments = ["--spec", str(spec_file), "--run", str(run), *argv]
+    machines = spec.distributed.num_machines
+    return start_processes(_worker, exported, world_size, arguments, str(status), machines=machines)
+
+
+def log_of(status: Path) -> str:
+    """What the workers have said so far, rank by rank."""
+    return "".join(path.read_text() for path in sorted(status.glob("log-*.txt")))
 
 
 def free_port() -> int:

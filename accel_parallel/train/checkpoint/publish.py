@@ -66,7 +66,7 @@ def publish(
         file.flush()
         os.fsync(file.fileno())
     fsync(partial)
-    if final.exists():
+    if os.path.lexists(final):  # a link to nothing too
         # Not a complete one, or training would have gone on from it: somebody may want to look at it.
         final.rename(final.with_name(f".damaged-{final.name}-{secrets.token_hex(4)}"))
     partial.rename(final)
