@@ -15,6 +15,7 @@ from accel_parallel.continuing import Change, Effect, changes
 from accel_parallel.errors import RunError, SpecError
 from accel_parallel.files import write_atomic
 from accel_parallel.spec import RunSpec, dump_spec, load_spec
+from accel_parallel.suggest import did_you_mean
 
 ROOT = Path("runs")
 _NUMBERED = re.compile(r"-(\d{3,})$")
@@ -70,6 +71,15 @@ def open_run(
     except OSError as error:
         raise _not_writable(run.path, error) from None
     return run
+
+
+def require_run(path: Path) -> None:
+    """Raises RunError naming the runs beside it, unless `path` is a run directory."""
+    if (path / "spec.yaml").is_file():
+        return
+    near = sorted(str(spec.parent) for spec in {*path.parent.glob("*/spec.yaml"), *ROOT.glob("*/spec.yaml")})
+    hint = f"there are {', '.join(near[-5:])}" if near else "a run is a directory such as runs/fsdp-001"
+    raise RunError(f"{path} is not a run directory{did_you_mean(str(path), near)}", hint=hint)
 
 
 def continued_by(spec: RunSpec, strategy: str, *, explicit: Path | None = None, fresh: bool = False) -> Path | None:

@@ -229,9 +229,7 @@ def test_a_run_without_checkpoints_says_so(capsys: pytest.CaptureFixture[str]) -
 def test_what_is_no_run_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = verb(capsys, "runs/ddp-01")
     assert (code, out) == (2, "")
-    assert err == (
-        "error: runs/ddp-01 is not a run directory; did you mean 'runs/ddp-001'? (runs there: runs/ddp-001)\n"
-    )
+    assert err == ("error: runs/ddp-01 is not a run directory; did you mean 'runs/ddp-001'? (there are runs/ddp-001)\n")
     for option in (["--set", "training.lr=1"], ["--num-processes", "2"], ["--spec", "x.yaml"]):
         code, _, err = verb(capsys, str(run), *option)
         assert code == 2

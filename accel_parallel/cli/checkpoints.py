@@ -12,7 +12,7 @@ from accel_parallel.cli.target import Target, find_target
 from accel_parallel.continuing import Change, Effect, changes
 from accel_parallel.errors import LaunchError, Problem, RunError
 from accel_parallel.metrics import format_bytes, format_processes
-from accel_parallel.suggest import did_you_mean
+from accel_parallel.runs import require_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def checkpoints(request: Request, say: Callable[[str], None]) -> Result:
     """
     if request.target is None and (request.spec or request.sets or request.num_processes):
         raise LaunchError("--spec, --set and --num-processes belong to --for", hint="name a strategy with --for")
-    _check_run(request.run)
+    require_run(request.run)
     found = list_checkpoints(request.run)
     if request.verify:
         found = [_verified(each, say) for each in found]
@@ -55,14 +55,6 @@ def checkpoints(request: Request, say: Callable[[str], None]) -> Result:
     data = {"run": str(request.run), "checkpoints": [_as_dict(each) for each in found]}
     lines = [_HEADER, *map(_row, found)] if found else [f"{request.run} has no checkpoints"]
     return Result(data, lines, exit_code=1 if request.verify and damaged else 0)
-
-
-def _check_run(run: Path) -> None:
-    if (run / "spec.yaml").is_file():
-        return
-    near = sorted(str(path.parent) for path in run.parent.glob("*/spec.yaml"))
-    hint = f"runs there: {', '.join(near)}" if near else "a run is a directory such as runs/fsdp-001"
-    raise RunError(f"{run} is not a run directory{did_you_mean(str(run), near)}", hint=hint)
 
 
 def _verified(found: Checkpoint, say: Callable[[str], None]) -> Checkpoint:

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from accel_parallel.checkpoints import Checkpoint, Manifest, list_checkpoints, wrong_digest
 from accel_parallel.errors import RunError, SpecError
+from accel_parallel.runs import require_run
 from accel_parallel.spec import Model, load_spec
-from accel_parallel.suggest import did_you_mean
 
 if TYPE_CHECKING:  # seconds to import: what can be refused without is refused before
     from torch import Tensor
@@ -86,10 +86,7 @@ def open_saved(run: Path, step: int | None, say: Say) -> SavedModel:
 
     Raises RunError if there is no such run or checkpoint, or if the one asked for is damaged.
     """
-    if not (run / "spec.yaml").is_file():
-        known = [str(path.parent) for path in sorted(Path("runs").glob("*/spec.yaml"))]
-        hint = f"runs here: {', '.join(known[-5:])}" if known else "name one, such as runs/fsdp-001"
-        raise RunError(f"{run} is not a run directory{did_you_mean(run, known)}", hint=hint)
+    require_run(run)
     found = list_checkpoints(run)[::-1]
     if step is not None:
         steps = ", ".join(str(checkpoint.step) for checkpoint in found)
