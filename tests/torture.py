@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from accel_parallel.checkpoints import PARTIAL, list_checkpoints, newest_step, wrong_digest
+from accel_parallel.checkpoints import MANIFEST, PARTIAL, list_checkpoints, newest_step, wrong_digest
 from accel_parallel.metrics import by_step, read_lines
 from tests.workers import TIMEOUT, Job, log_of, start_training, train
 
@@ -33,6 +33,8 @@ STEPS = 80
 NUMBERS = ("tokens", "loss", "grad_norm", "lr")
 MOMENTS = {"save": 5, "step": 4, "start": 1}
 """What a kill waits for, by how often."""
+STAGES = ("", ".metadata", MANIFEST)
+"""Of a save: the file that the kill waits for, the first one there is or one of the last."""
 LONGEST_START_SECONDS = 3.0
 
 
@@ -57,6 +59,11 @@ class Kill:
     @property
     def one_rank(self) -> bool:
         return len(self.ranks) == 1
+
+    @property
+    def gone_on(self) -> bool:
+        """Whether the start had gone on from a checkpoint."""
+        return self.began > 0
 
     @property
     def before_a_step(self) -> bool:
@@ -156,13 +163,13 @@ class Torture:
             moment = time.monotonic() + self.draw.uniform(0, LONGEST_START_SECONDS)
             return wait_until(lambda: time.monotonic() > moment, job)
         if aim == "step":
-            last = began + 1 + self.draw.randrange(2 * EVERY)
+            last = began + 1 + self.draw.randrange(4 * EVERY)
             return wait_until(lambda: step_of(status) >= last, job) and self._moment_later(0.05)
-        first = began + 1 + self.draw.randrange(2) * EVERY
+        first, stage = began + 1 + self.draw.randrange(3) * EVERY, self.draw.choice(STAGES)
         return (
             wait_until(lambda: step_of(status) >= first, job)
-            and wait_until(lambda: bool(files_of_a_save(run)), job)
-            and self._moment_later(0.02)
+            and wait_until(lambda: any(name.endswith(stage) for name in files_of_a_save(run)), job)
+            and self._moment_later(0.0 if stage == MANIFEST else 0.02)
         )
 
     def _moment_later(self, at_most: float) -> bool:
@@ -320,14 +327,12 @@ def table(report: Report) -> str:
     groups: dict[tuple[str, str], list[Kill]] = {}
     for done in report.kills:
         groups.setdefault((done.strategy, "behind" if done.in_background else "waiting"), []).append(done)
-    rows = [("strategy", "save", "kills", "of one rank", "before a step", "inside a save", "steps lost", "at most")]
+    names = ("one_rank", "gone_on", "before_a_step", "inside_a_save")
+    rows = [("strategy", "save", "kills", *(name.replace("_", " ") for name in names), "steps lost", "at most")]
     for (strategy, save), kills in [*groups.items(), (("all", ""), report.kills)]:
         lost = [done.lost for done in kills]
-        one, early, inside = (
-            sum(getattr(done, name) for done in kills) for name in ("one_rank", "before_a_step", "inside_a_save")
-        )
-        counts = (len(kills), one, early, inside, sum(lost), max(lost, default=0))
-        rows.append((strategy, save, *map(str, counts)))  # type: ignore[arg-type]
+        counts = [sum(getattr(done, name) for done in kills) for name in names]
+        rows.append((strategy, save, *map(str, [len(kills), *counts, sum(lost), max(lost, default=0)])))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     restarts = report.starts - report.runs
