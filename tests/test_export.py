@@ -30,6 +30,7 @@ from accel_parallel.train import export as export_module
 from accel_parallel.train import generate_text
 from accel_parallel.train.checkpoint.publish import clear, own_files, partial_of, publish
 from accel_parallel.train.data import TrainBatches, prepare
+from accel_parallel.train.data.build import find_tokens
 from accel_parallel.train.initialize import read_llama
 from accel_parallel.train.model import TransformerLM
 from accel_parallel.train.saved import open_saved
@@ -343,6 +344,14 @@ def test_the_tokenizer_is_found_when_the_text_has_changed(spec: RunSpec, corpus:
     run = make_run(tmp_path / "run", moved, 1)
     shutil.rmtree(text)
     assert (export(run, tmp_path / "hf") / "tokenizer.json").exists()
+
+
+def test_tokens_are_found_by_what_they_are(spec: RunSpec) -> None:
+    for made in (prepare(spec.data, 1000, say=silent), prepare(spec.data, 320, say=silent)):
+        found = find_tokens(made.fingerprint, "byte_bpe")
+        assert found is not None
+        assert found.fingerprint == made.fingerprint
+        assert find_tokens(made.fingerprint, "another") is None
 
 
 # --- The commands ----------------------------------------------------------------------------------------------------
