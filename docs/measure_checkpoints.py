@@ -21,7 +21,7 @@ from accel_parallel.spec import load_spec
 
 RESULT = Path(__file__).parent / "checkpoints.json"
 STRATEGIES = ("ddp", "fsdp")
-REPEATS = 2
+REPEATS = 1
 SETS = (
     *("model.vocab_size=4096", "model.num_layers=8", "model.num_heads=8", "model.num_kv_heads=8"),
     *("model.hidden_dim=512", "model.ffn_dim=1408", "model.seq_len=64"),
