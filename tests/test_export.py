@@ -642,7 +642,8 @@ def test_folders_that_are_none(spec: RunSpec, folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "holds neither model.safetensors nor" in refused(lambda: check_init_from(model))
     index = folder / "model.safetensors.index.json"
-    for name in ("../hf/pytorch_model.bin", "gone.safetensors", "pytorch_model.bin"):
+    (folder.parent / "outside.safetensors").touch()
+    for name in ("../outside.safetensors", "gone.safetensors", "pytorch_model.bin"):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         assert f"names '{name}', which is no safetensors file" in refused(lambda: check_init_from(model))
     index.write_text("{}")
