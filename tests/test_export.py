@@ -8,8 +8,10 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -391,6 +393,24 @@ def test_a_full_disk_is_one_line(run: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ended_while_the_child_imports(number: signal.Signals, code: int, run: Path, tmp_path: Path) -> None:
+    """As a terminal does it, to both processes; the verb's own start is over when there is a child."""
+    verb = [sys.executable, "-m", "accel_parallel", "export", str(run), "--to", "hf"]
+    process = subprocess.Popen(
+        verb, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 60
+    while not children.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # until the verb waits for it
+    os.killpg(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (code, "", "error: interrupted\n" if number == signal.SIGINT else "")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -622,7 +642,8 @@ def test_folders_that_are_none(spec: RunSpec, folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "holds neither model.safetensors nor" in refused(lambda: check_init_from(model))
     index = folder / "model.safetensors.index.json"
-    for name in ("../hf/pytorch_model.bin", "gone.safetensors", "pytorch_model.bin"):
+    (folder.parent / "outside.safetensors").touch()
+    for name in ("../outside.safetensors", "gone.safetensors", "pytorch_model.bin"):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         assert f"names '{name}', which is no safetensors file" in refused(lambda: check_init_from(model))
     index.write_text("{}")

@@ -4,22 +4,28 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import NoReturn
-
-SECONDS_TO_CLEAR_UP = 10
 
 
 def run_heavy(module: str, words: Sequence[str]) -> NoReturn:
-    """Run `python -m accel_parallel.train.<module>`, which prints its result itself, and end with its exit code."""
+    """Run `python -m accel_parallel.train.<module>`, which prints its result itself, and end with its exit code.
+
+    Interrupted or told to end, it first waits until the child has ended, who clears up.
+    """
+    signal.signal(signal.SIGTERM, _end)
+    # Inherited: in the child Ctrl-C would be a traceback while it still imports. SIGTERM ends it at any time.
+    answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-m", f"accel_parallel.train.{module}", *words])
+    signal.signal(signal.SIGINT, answer)
     try:
         code = child.wait()
-    except KeyboardInterrupt:
-        # The terminal told the child as well.
-        try:
-            child.wait(SECONDS_TO_CLEAR_UP)
-        except (KeyboardInterrupt, subprocess.TimeoutExpired):
-            child.terminate()
-            child.wait()
-        code = -signal.SIGINT
+    except BaseException:
+        child.terminate()
+        child.wait()
+        raise
     sys.exit(code if code >= 0 else 128 - code)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import secrets
 import shutil
 import signal
@@ -136,10 +137,14 @@ def _content(tensor: "Tensor", dtype: str) -> memoryview:
     return tensor.to(getattr(torch, dtype)).contiguous().view(torch.uint8).numpy().data
 
 
+_HALF_WRITTEN: list[Path] = []
+
+
 @contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
     """A hidden folder beside `final` that takes its name when the block ends well, and is removed when it does not."""
     partial = final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
+    _HALF_WRITTEN.append(partial)
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -163,7 +168,10 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)  # not at once: what is half written is removed
+    # Not by an exception, which is lost when the signal comes inside of a callback of torch or of the interpreter.
+    for partial in _HALF_WRITTEN:
+        shutil.rmtree(partial, ignore_errors=True)
+    os._exit(128 + number)
 
 
 def parser() -> argparse.ArgumentParser:
