@@ -64,6 +64,8 @@ SEEN_ELSEWHERE = {
     "model.activation_checkpointing": ("tests/test_model.py", "checkpointing"),
     "model.loss": ("tests/test_model.py", "chunked"),
     "data.text_column": ("tests/test_data_sources.py", "text_column"),
+    "checkpoint.async": ("tests/test_portable.py", "in_the_background"),
+    "checkpoint.verify": ("tests/test_damage.py", "without_verification"),
     "hardware.accelerator": ("tests/test_effects.py", "hardware_accelerator"),
 }
 BASE = ["training.steps=6", "training.max_grad_norm=0.5", "checkpoint.every=3", "checkpoint.keep=2"]
@@ -72,7 +74,7 @@ BASE = ["training.steps=6", "training.max_grad_norm=0.5", "checkpoint.every=3", 
 def trace(result: Trained) -> dict[str, Any]:
     """Everything a run leaves behind that does not depend on the clock."""
     assert result.exit_codes == [0], (result.errors, result.log)
-    measured = {"time", "tokens_per_sec", "step_seconds", "peak_memory_gib", "seconds", "bytes"}
+    measured = {"time", "tokens_per_sec", "step_seconds", "peak_memory_gib", "seconds", "stood_still", "bytes"}
     rows = {kind: result.rows(kind) for kind in ("train", "eval", "save")}
     return {
         "rows": [
