@@ -79,7 +79,7 @@ def test_out_of_memory_before_the_first_step(home: Path) -> None:
     assert result.returncode == 2, result.stderr
     (error,) = errors(result.stderr)
     assert re.match(r"error: out of memory on rank 0 before the first step: tried to allocate \d+ bytes \(", error)
-    assert "lower training.batch_size" in error
+    assert "a smaller model or batch" in error
 
 
 def test_a_killed_agent_leaves_no_worker_and_the_run_goes_on(home: Path) -> None:
