@@ -41,8 +41,11 @@ class Requests:
 
 def ended_at_once(requests: Requests) -> Ended:
     """The end of a launch that was not waited for."""
+    by = f" by {requests.received.name}" if requests.received else ""
     message = (
-        "ended at once; earlier checkpoints are as they were" if requests.trained else "ended before the first step"
+        f"ended at once{by}; earlier checkpoints are as they were"
+        if requests.trained
+        else f"ended{by} before the first step; nothing was trained"
     )
     return Ended(130, None, [Problem(message, code="interrupted")])
 

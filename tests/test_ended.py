@@ -290,7 +290,9 @@ def test_ended_at_once_whatever_there_is(launch: Launch) -> None:
     ended = launch.end(at_once=True, trained=True)
     assert (ended.exit_code, ended.summary) == (130, None)
     assert line(ended) == "ended at once; earlier checkpoints are as they were"
-    assert line(launch.end(at_once=True)) == "ended before the first step"
+    assert line(launch.end(at_once=True)) == "ended before the first step; nothing was trained"
+    early = launch.end(at_once=True, received=signal.SIGTERM)
+    assert line(early) == "ended by SIGTERM before the first step; nothing was trained"
 
 
 @pytest.mark.parametrize(
@@ -441,7 +443,7 @@ def test_an_interrupt_before_the_start_ends_it(tmp_path: Path) -> None:
     plan = LaunchPlan(tmp_path / "c.yaml", (), LOOP, (), 1)
     ended = run_generations(lambda: plan, lambda: signal.raise_signal(signal.SIGINT), refuse, max_restarts=2)
     assert ended is not None
-    assert (ended.exit_code, line(ended)) == (130, "ended before the first step")
+    assert (ended.exit_code, line(ended)) == (130, "ended by SIGINT before the first step; nothing was trained")
 
 
 def test_the_launcher_is_ended_whether_it_obeys_or_not() -> None:

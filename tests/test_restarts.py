@@ -180,7 +180,7 @@ def test_an_interrupt_at_the_restart_ends_at_once(home: Path, tmp_path: Path) ->
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors(stderr) == ["error: ended at once; earlier checkpoints are as they were"]
+    assert errors(stderr) == ["error: ended at once by SIGINT; earlier checkpoints are as they were"]
     assert workers_of("runs/at-once") == []
     assert list(complete_checkpoints(home / "runs/at-once")) == [2]
 

@@ -79,7 +79,7 @@ def test_out_of_memory_before_the_first_step(home: Path) -> None:
     assert result.returncode == 2, result.stderr
     (error,) = errors(result.stderr)
     assert re.match(r"error: out of memory on rank 0 before the first step: tried to allocate \d+ bytes \(", error)
-    assert "lower training.batch_size" in error
+    assert "a smaller model or batch" in error
 
 
 def test_a_killed_agent_leaves_no_worker_and_the_run_goes_on(home: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_signal_before_the_first_step_ends_at_once(home: Path) -> None:
         _, stderr = process.communicate(timeout=60)
     assert time.monotonic() - begun < 15
     assert process.returncode == 130
-    assert errors(stderr) == ["error: ended before the first step"]
+    assert errors(stderr) == ["error: ended by SIGTERM before the first step; nothing was trained"]
     assert workers_of("runs/early") == []
 
 
@@ -261,7 +261,7 @@ def test_ctrl_c_twice_in_a_terminal_ends_at_once(home: Path) -> None:
     begun = time.monotonic()
     assert terminal.end() == 130
     assert time.monotonic() - begun < 15
-    assert "error: ended at once; earlier checkpoints are as they were" in terminal.lines
+    assert "error: ended at once by SIGINT; earlier checkpoints are as they were" in terminal.lines
     assert "Traceback" not in terminal.shown.decode()
     for worker in filter(alive, workers):
         os.kill(worker, signal.SIGCONT)

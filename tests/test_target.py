@@ -98,7 +98,7 @@ WRONG: dict[str, tuple[str | bytes, str]] = {
     "too large": ("#" * 1_000_001, "f.yaml has more than 1,000,000 bytes: not an accelerate file"),
     "no type": (
         "num_processes: 2\n",
-        "f.yaml has no distributed_type: not an accelerate file (`accel-parallel config`)",
+        "f.yaml has no distributed_type: not an accelerate file (`accelerate config` and `accel-parallel config` write",
     ),
     "DDP": (
         "distributed_type: DDP\n",
@@ -232,7 +232,9 @@ def test_a_wrong_file_is_one_line(content: str | bytes, words: str, capsys: pyte
 def test_a_file_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "launch", "gone.yaml") == "cannot read gone.yaml: No such file or directory"
     Path("folder.yaml").mkdir()
-    assert refused(capsys, "launch", "folder.yaml") == "folder.yaml is not a file"
+    assert refused(capsys, "launch", "folder.yaml") == (
+        "folder.yaml is a folder (name a strategy, or an accelerate YAML file)"
+    )
     assert refused(capsys, "launch", "./ddp") == "cannot read ddp: No such file or directory"
 
 
@@ -317,7 +319,7 @@ def test_a_wrong_command_is_one_line(arguments: list[str], line: str, capsys: py
 
 @pytest.mark.parametrize("verb", ["config", "prepare"])
 def test_a_script_belongs_to_launch(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, verb, "--", "s.py") == f"{verb} takes nothing after -- (see accel-parallel --help)"
+    assert refused(capsys, verb, "--", "s.py") == f"{verb} takes nothing after -- (see accel-parallel {verb} --help)"
     assert not list(Path().iterdir())
 
 
@@ -584,3 +586,18 @@ def test_traces_of_other_launches_are_the_same_for_both_ways() -> None:
     unset = {line.removeprefix("unset ") for line in lines if line.startswith("unset ")}
     assert unset == set(STALE) - {"ACCEL_PARALLEL_NUM_PROCESSES"}
     assert without_traces(env, 2) == {**INNOCENT, "ACCEL_PARALLEL_NUM_PROCESSES": "2"}
+
+
+def test_what_was_mixed_up_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("spec.yaml").write_text("training:\n  steps: 3\n")
+    assert refused(capsys, "launch", "spec.yaml").startswith(
+        "spec.yaml is a specification, not an accelerate file (launch a strategy with --spec spec.yaml, or a file"
+    )
+    Path("ddp.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    assert refused(capsys, "launch", "ddp", "--spec", "ddp.yaml").startswith(
+        "ddp.yaml: is an accelerate file, not a specification"
+    )
+    Path("configs").mkdir()
+    assert refused(capsys, "launch", "configs").startswith("configs is a folder (name a strategy")
+    assert "a script of yours stands after --" in refused(capsys, "launch", "fsdp", "train.py")
+    assert "(see accel-parallel launch --help)" in refused(capsys, "launch", "fsdp", "--batch-size", "8")

@@ -73,7 +73,8 @@ def read_file(path: Path) -> AccelerateFile:
     """
     try:
         if path.exists() and not path.is_file():
-            raise LaunchError(f"{path} is not a file")
+            what = "a folder" if path.is_dir() else "not a file"
+            raise LaunchError(f"{path} is {what}", hint="name a strategy, or an accelerate YAML file")
         if path.stat().st_size > _MAX_BYTES:
             raise LaunchError(f"{path} has more than {_MAX_BYTES:,} bytes: not an accelerate file")
         text = path.read_text(encoding="utf-8")
@@ -89,7 +90,11 @@ def read_file(path: Path) -> AccelerateFile:
     if environment != "LOCAL_MACHINE":
         raise LaunchError(f"{path}: compute_environment is {environment!r}; only LOCAL_MACHINE is launched here")
     if config.get("distributed_type") is None:
-        raise LaunchError(f"{path} has no distributed_type: not an accelerate file", hint="`accel-parallel config`")
+        if isinstance(config.get("distributed"), dict) or isinstance(config.get("training"), dict):
+            hint = f"launch a strategy with --spec {path}, or a file that `accel-parallel config` writes from it"
+            raise LaunchError(f"{path} is a specification, not an accelerate file", hint=hint)
+        hint = "`accelerate config` and `accel-parallel config` write such files"
+        raise LaunchError(f"{path} has no distributed_type: not an accelerate file", hint=hint)
     # Unquoted, NO is the boolean false in YAML 1.1.
     kind = "NO" if config["distributed_type"] is False else str(config["distributed_type"])
     if kind not in _TYPES:
@@ -100,4 +105,4 @@ def read_file(path: Path) -> AccelerateFile:
 
 def names_a_file(target: str) -> bool:
     """Whether what was typed where a strategy may stand is a file."""
-    return "/" in target or Path(target).suffix in (".yaml", ".yml", ".json") or Path(target).is_file()
+    return "/" in target or Path(target).suffix in (".yaml", ".yml", ".json") or Path(target).exists()

@@ -55,7 +55,11 @@ class Parser(argparse.ArgumentParser):
             message = f"which verb? {', '.join(word for word in known if not word.startswith('-'))}"
         unknown = next((word for word in sys.argv[1:] if word in message and word not in known), "")
         guess = did_you_mean(unknown.partition("=")[0], known) if unknown else ""
-        sys.stderr.write(f"error: {message}{guess} (see {self.prog} --help)\n")
+        if unknown.endswith(".py") and "unrecognized" in message:
+            guess = "; a script of yours stands after --"
+        # What a verb does not know, the whole command line's parser has to say.
+        verb = next((f" {word}" for word in sys.argv[1:] if word in self.words([])), "")
+        sys.stderr.write(f"error: {message}{guess} (see {self.prog}{verb} --help)\n")
         sys.exit(2)
 
     def words(self, typed: Sequence[str]) -> list[str]:

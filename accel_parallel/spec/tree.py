@@ -38,6 +38,9 @@ def read_tree(path: Path) -> tuple[Tree, Places, list[Problem]]:
         return {}, {}, []
     if not isinstance(tree, dict):
         raise _refused(path, f"should hold sections such as training:, not a {type(tree).__name__}", 1)
+    if "distributed_type" in tree:
+        message = "is an accelerate file, not a specification; `accel-parallel launch FILE` takes it as it is"
+        raise _refused(path, message)
     places, problems = _places(node, str(path))
     # An empty section (`ddp:`) means its defaults.
     return {key: {} if value is None else value for key, value in tree.items()}, places, problems

@@ -18,7 +18,9 @@ def explain(error: BaseException, rank: int, step: int | None) -> AccelParallelE
         asked = _ASKED_FOR.search(str(error))
         message = f"out of memory {where(rank, step)}" + (f": tried to allocate {asked[1]}" if asked else "")
         ours = "lower training.batch_size, raise training.grad_accum_steps, or model.activation_checkpointing: block"
-        return TrainingError(message, hint="smaller batches, or a strategy that shards more" if step is None else ours)
+        if not step:
+            ours = "a smaller model or batch, or a strategy that shards more"
+        return TrainingError(message, hint=ours)
     return None
 
 
