@@ -102,18 +102,20 @@ def from_checkpoint(saved: SavedModel) -> Loaded:
     tokens, read = saved.tokens(), saved.reader()
     config = LlamaConfig(**llama_config(saved.model, tokens.end_of_text, "float32"))
     weights = {llama_name(name): read(name) for name in saved.sizes()}
-    model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights).eval()
-    return Loaded(model, AutoTokenizer.from_pretrained(tokens.tokenizer_folder), tokens.vocab_size)
+    model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, trust_remote_code=False).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tokens.tokenizer_folder, trust_remote_code=False)
+    return Loaded(model, tokenizer, tokens.vocab_size)
 
 
 def from_folder(folder: Path) -> Loaded:
     """What `export` wrote. Raises RunError if transformers cannot read it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    options = {"local_files_only": True, "trust_remote_code": False}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **options).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, use_safetensors=True, local_files_only=True, trust_remote_code=False
+        ).eval()
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise RunError(f"{folder} is no model that can be loaded: {reason}", hint="export the run again") from error
