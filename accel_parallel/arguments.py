@@ -6,24 +6,22 @@ import re
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return value
+    """A whole number from 1 to 2**63 - 1."""
+    return _whole(text, 1)
 
 
 def natural(text: str) -> int:
     """A whole number from 0 to 2**63 - 1."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = -1
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2**63 - 1")
+        value = least - 1
+    if not least <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on (and below 2**63)")
     return value
 
 

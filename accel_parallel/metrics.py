@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 def to_line(kind: str, values: Mapping[str, Any]) -> str:
@@ -16,11 +16,12 @@ def to_line(kind: str, values: Mapping[str, Any]) -> str:
     return json.dumps({"kind": kind, **{key: _finite(value) for key, value in values.items()}})
 
 
-def append_line(path: Path, kind: str, values: Mapping[str, Any]) -> None:
-    """Add one to a `metrics.jsonl`. A line that a kill cut off is ended first. Raises OSError."""
-    with path.open("a+", encoding="utf-8") as file:
-        torn = file.tell() and not path.read_bytes().endswith(b"\n")
-        file.write(("\n" if torn else "") + to_line(kind, values) + "\n")
+def open_lines(path: Path) -> TextIO:
+    """A `metrics.jsonl` to append lines to; one that a kill cut off is ended first. Raises OSError."""
+    file = path.open("a+", encoding="utf-8", buffering=1)
+    if file.tell() and not path.read_bytes().endswith(b"\n"):
+        file.write("\n")
+    return file
 
 
 def _finite(value: Any) -> Any:

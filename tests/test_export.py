@@ -37,6 +37,7 @@ from accel_parallel.train.initialize import read_llama
 from accel_parallel.train.model import TransformerLM
 from accel_parallel.train.saved import open_saved
 from accel_parallel.train.state import TrainState
+from accel_parallel.verbs import parser
 from tests.commands import BIN, command, set_options
 from tests.workers import Trained, train
 
@@ -99,7 +100,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def generating(run: Path, *words: str) -> argparse.Namespace:
-    return generate_text.parser().parse_args([str(run), *words])
+    return parser("generate_text", generate_text.add_arguments).parse_args([str(run), *words])
 
 
 @pytest.fixture(scope="module")

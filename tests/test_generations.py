@@ -11,10 +11,10 @@ from accel_parallel.cli.launch import launch as launch_target
 from accel_parallel.ended import Ended
 from accel_parallel.errors import Problem
 from accel_parallel.launch import LOOP, LaunchPlan
-from accel_parallel.metrics import append_line, read_lines
+from accel_parallel.metrics import open_lines, read_lines, to_line
 from accel_parallel.restarts import Restart, run_generations
 from accel_parallel.supervise import Signals, supervise
-from tests.test_cli import checkpoint
+from tests.saved import checkpoint
 
 KILLED = Ended(1, None, [Problem("rank 1 was killed by SIGKILL", code="worker")], restartable=True)
 CRASHED = Ended(1, None, [Problem("KeyError: 'x'", code="crash")], "Traceback of x\n", restartable=True)
@@ -187,9 +187,11 @@ def test_a_script_shows_each_traceback(empty_folder: Path, monkeypatch: pytest.M
 
 def test_a_line_that_was_cut_off_is_ended_before_the_next(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    append_line(path, "event", {"step": 1})
-    append_line(path, "event", {"step": 2})
+    for step in (1, 2):
+        with open_lines(path) as file:
+            file.write(to_line("event", {"step": step}) + "\n")
     assert path.read_text() == '{"kind": "event", "step": 1}\n{"kind": "event", "step": 2}\n'
     path.write_text('{"kind": "tr')
-    append_line(path, "event", {"step": 3})
-    assert path.read_text() == '{"kind": "tr\n{"kind": "event", "step": 3}\n'
+    with open_lines(path) as file:
+        file.write("next\n")
+    assert path.read_text() == '{"kind": "tr\nnext\n'

@@ -9,7 +9,7 @@ from accel_parallel.checkpoints import newest_step
 from accel_parallel.ended import Ended
 from accel_parallel.errors import Problem, RunError
 from accel_parallel.files import write_atomic
-from accel_parallel.metrics import append_line
+from accel_parallel.metrics import open_lines, to_line
 from accel_parallel.restarts import Restart
 from accel_parallel.runs import Run
 
@@ -51,7 +51,8 @@ class Training:
     def _record(self, restart: Restart, line: str, step: int) -> None:
         event = {"step": step, "event": "restart", "number": restart.number, "message": line, "time": time.time()}
         try:
-            append_line(self.run.metrics, "event", event)
+            with open_lines(self.run.metrics) as file:
+                file.write(to_line("event", event) + "\n")
         except OSError as error:
             raise RunError(f"cannot write {self.run.metrics}: {error.strerror}") from None
 

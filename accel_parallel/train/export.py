@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import secrets
 import shutil
@@ -20,6 +21,7 @@ from accel_parallel.llama import DTYPES, llama_config, llama_name
 from accel_parallel.output import Output, failing
 from accel_parallel.train.agent import die_with_parent
 from accel_parallel.train.saved import SavedModel, Say, open_saved
+from accel_parallel.verbs import parser
 from accel_parallel.verbs.export import add_arguments
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ Sizes = dict[str, tuple[int, ...]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export; the summary goes to stdout, progress and errors to stderr. Ends the process with its exit code."""
-    arguments = parser().parse_args(argv)
+    arguments = parser("export", add_arguments).parse_args(argv)
     die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGTERM, _end)
     with failing("export", arguments.json) as output:
@@ -64,7 +66,8 @@ def export(saved: SavedModel, folder: Path, dtype: str, max_shard_bytes: int, sa
     tokens, model = saved.tokens(), saved.model
     read, sizes = saved.reader(), saved.sizes()
     shards = split(sizes, DTYPES[dtype][1], max_shard_bytes)
-    total = sum(map(_numbers, sizes.values())) * DTYPES[dtype][1]
+    parameters = sum(map(math.prod, sizes.values()))
+    total = parameters * DTYPES[dtype][1]
     try:
         with new_folder(folder) as partial:
             shutil.copytree(tokens.tokenizer_folder, partial, dirs_exist_ok=True)
@@ -88,7 +91,7 @@ def export(saved: SavedModel, folder: Path, dtype: str, max_shard_bytes: int, sa
         "step": saved.manifest.state.step,
         "folder": str(folder),
         "dtype": dtype,
-        "parameters": sum(map(_numbers, sizes.values())),
+        "parameters": parameters,
         "bytes": total,
         "files": list(shards),
     }
@@ -99,7 +102,7 @@ def split(sizes: Sizes, bytes_per_number: int, max_bytes: int) -> dict[str, Size
     shards: list[Sizes] = [{}]
     filled = 0
     for name, shape in sizes.items():
-        length = _numbers(shape) * bytes_per_number
+        length = math.prod(shape) * bytes_per_number
         if shards[-1] and filled + length > max_bytes:
             shards.append({})
             filled = 0
@@ -120,7 +123,7 @@ def write_safetensors(path: Path, shard: Sizes, dtype: str, read: "Callable[[str
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shard.items():
-        begin, end = end, end + _numbers(shape) * bytes_per_number
+        begin, end = end, end + math.prod(shape) * bytes_per_number
         header[llama_name(name)] = {"dtype": word, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -156,13 +159,6 @@ def new_folder(final: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _numbers(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
-
-
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -172,12 +168,6 @@ def _end(number: int, frame: FrameType | None) -> None:
     for partial in _HALF_WRITTEN:
         shutil.rmtree(partial, ignore_errors=True)
     os._exit(128 + number)
-
-
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m accel_parallel.train.export", description=__doc__)
-    add_arguments(result)
-    return result
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from accel_parallel.llama import llama_config, llama_name
 from accel_parallel.output import Output, failing
 from accel_parallel.train.agent import die_with_parent
 from accel_parallel.train.saved import SavedModel, open_saved
+from accel_parallel.verbs import parser
 from accel_parallel.verbs.generate import add_arguments
 
 
@@ -33,7 +34,7 @@ class Loaded:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print prompt and continuation on stdout. Ends the process with its exit code."""
-    arguments = parser().parse_args(argv)
+    arguments = parser("generate_text", add_arguments).parse_args(argv)
     die_with_parent(signal.SIGTERM)
     with failing("generate", arguments.json) as output:
         work(arguments, output)
@@ -120,12 +121,6 @@ def from_folder(folder: Path) -> Loaded:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise RunError(f"{folder} is no model that can be loaded: {reason}", hint="export the run again") from error
     return Loaded(model, tokenizer, max(tokenizer.get_vocab().values()) + 1)
-
-
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m accel_parallel.train.generate_text", description=__doc__)
-    add_arguments(result)
-    return result
 
 
 if __name__ == "__main__":

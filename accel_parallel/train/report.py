@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from accel_parallel.errors import RunError
 from accel_parallel.files import write_atomic
-from accel_parallel.metrics import by_step, format_gib, format_tokens_per_sec, read_lines, to_line
+from accel_parallel.metrics import by_step, format_gib, format_tokens_per_sec, open_lines, read_lines, to_line
 from accel_parallel.runs import Run
 from accel_parallel.say import say
 from accel_parallel.train.checkpoint import Saved
@@ -60,14 +60,10 @@ class Reporter:
         return self
 
     def _open(self) -> TextIO:
-        """The lines of the run, to be appended to; a line that a kill cut off is ended first."""
         try:
-            file = self._run.metrics.open("a+", encoding="utf-8", buffering=1)
-            torn = file.tell() and not self._run.metrics.read_bytes().endswith(b"\n")
-            file.write("\n" if torn else "")
+            return open_lines(self._run.metrics)
         except OSError as error:
             raise RunError(f"cannot write {self._run.metrics}: {error.strerror}") from None
-        return file
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

@@ -66,7 +66,7 @@ def run_session(spec: RunSpec, options: Options, control: Control) -> dict[str, 
     say(f"{model.total_parameters:,} parameters, {runtime.spec.tokens_per_step:,} tokens a step, the first is slow")
     checkpoints = Checkpoints(run, runtime, data.fingerprint)
     starts_from = runtime.spec.model.init_from
-    if not checkpoints.found() and starts_from:
+    if starts_from and not checkpoints.found():
         say(other_tokenizer(runtime.spec.model, data, runtime.spec.data.tokenizer) or f"starts from {starts_from}")
     with tracking(runtime, data, run) as reporter:
         try:

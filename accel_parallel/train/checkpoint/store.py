@@ -44,10 +44,10 @@ class Checkpoints:
         return self._run.checkpoints / f"step-{state.step:08d}"
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> list[Saved]:
-        """Write `checkpoints/step-<NNNNNNNN>`, or begin to; what has ended by now is returned.
+        """Write `checkpoints/step-<NNNNNNNN>`, or begin to: `ended` tells when it is there.
 
-        One before that is still being written is waited for. Raises RunError when one cannot be written; the others
-        stay as they are.
+        The one before, if it is still being written, is waited for and returned. Raises RunError when one cannot be
+        written; the others stay as they are.
         """
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -59,7 +59,7 @@ class Checkpoints:
 
         with self._confirming():
             self._writer.start(self.path(state), state.step, {"model": weights, "optimizer": moments}, make_visible)
-        return [*ended, *self.ended()]
+        return ended
 
     def wait_until_copied(self) -> None:
         """Not collective. Call it before the weights change: the save behind may still be copying them."""
@@ -85,16 +85,23 @@ class Checkpoints:
         Those that are not are named, and left where they are. Raises RunError when it is of another model, or of other
         tokens.
         """
-        for found in self._newest_first():
-            damage = found.damage or self._wrong_digest(found)
-            if damage is None:
-                return self._load(found, model, optimizer)
-            say(f"{found.path} is not used: {damage}")
+        newest = self._newest_intact(say)
+        if newest is not None:
+            return self._load(newest, model, optimizer)
         if self._runtime.spec.model.init_from and self.found():
             # Nobody read the weights of `model.init_from`, as these checkpoints were to replace them.
             hint = "move its checkpoints away to start from model.init_from again"
             raise RunError(f"no checkpoint of {self._run.path} is intact", hint=hint)
         return TrainState()
+
+    def _newest_intact(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """Its files read; those before it that are not intact are told."""
+        for found in self._newest_first():
+            damage = found.damage or self._wrong_digest(found)
+            if damage is None:
+                return found
+            say(f"{found.path} is not used: {damage}")
+        return None
 
     def _newest_first(self) -> list[Checkpoint]:
         # The main process's view counts: on a shared disk others may see a new directory later.
@@ -117,7 +124,8 @@ class Checkpoints:
 
         assert found.manifest is not None
         self._refuse_other(found.path, found.manifest)
-        options = [dict(group, params=None) for group in unwrap(optimizer).param_groups]
+        groups = unwrap(optimizer).param_groups
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         weights, moments = get_state_dict(model, unwrap(optimizer))
         doing, group = f"cannot load {found.path}", self._together.group
         try:
@@ -138,7 +146,7 @@ class Checkpoints:
         set_state_dict(model, unwrap(optimizer), model_state_dict=weights, optim_state_dict=moments)
         # Not those of the run before: another weight decay is asked for now, another kernel fits this device.
         for now, asked in zip(unwrap(optimizer).param_groups, options, strict=True):
-            now.update({key: value for key, value in asked.items() if key != "params"})
+            now.update(asked)
         return TrainState(**found.manifest.state.model_dump())
 
     def _refuse_other(self, path: Path, manifest: Manifest) -> None:
@@ -162,12 +170,11 @@ class Checkpoints:
 
     def _what_is_left(self) -> str:
         """The newest complete checkpoint, looked at once more."""
-        for found in self._newest_first():
-            damage = found.damage or self._wrong_digest(found)
-            if damage is None:
-                read = "its digests were read" if self._settings.verify else "its sizes were looked at"
-                return f"{found.path.name} is intact, {read}"
-        return "there is no earlier checkpoint"
+        found = self._newest_intact(lambda text: None)
+        if found is None:
+            return "there is no earlier checkpoint"
+        read = "its digests were read" if self._settings.verify else "its sizes were looked at"
+        return f"{found.path.name} is intact, {read}"
 
 
 def unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

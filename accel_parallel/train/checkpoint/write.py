@@ -36,7 +36,7 @@ class Saved:
 
 
 class Writer:
-    """Writes one checkpoint at a time. Every method is collective."""
+    """Writes one checkpoint at a time."""
 
     def __init__(self, group: distributed.ProcessGroup | None, folder: Path, *, in_background: bool) -> None:
         self._together = Together(group, folder)
@@ -47,15 +47,17 @@ class Writer:
         self._stood_still = 0.0
 
     def start(self, final: Path, step: int, state_dict: dict[str, Any], publish: Publish) -> None:
-        """Begin to write `final`; ended when `collect` says so. Raises RunError like it, when nothing runs behind."""
+        """Collective. Begin to write `final`; `collect` tells when it is there.
+
+        Raises RunError if it cannot be begun, or, where the loop waits for it, written.
+        """
         assert self._pending is None, "one save at a time"
         begun = time.perf_counter()
         partial, doing = partial_of(final), f"cannot save {final}"
         self._together.do(doing, lambda: clear(partial) if self._together.rank == 0 else None)
         if self._thread is None:
             files = self._finish(doing, partial, lambda: self._write(state_dict, partial), publish)
-            seconds = time.perf_counter() - begun
-            self._stood_still = time.perf_counter() - begun
+            self._stood_still = seconds = time.perf_counter() - begun
             self._pending = Future()
             self._pending.set_result(Saved(final, step, _bytes(files), seconds))
             return
