@@ -1,5 +1,5 @@
 """The `accel-parallel` command: one module per verb. Data on stdout, everything else on stderr."""
 
-from accel_parallel.cli.app import main
+from accel_parallel.cli.start import main
 
 __all__ = ["main"]

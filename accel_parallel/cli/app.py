@@ -4,9 +4,7 @@ argparse and not a larger library: with one, the start of every verb takes a ten
 """
 
 import argparse
-import gc
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import NoReturn
 
 from accel_parallel import __version__
 from accel_parallel.arguments import natural, positive
-from accel_parallel.cli.metadata import defer_metadata
 from accel_parallel.cli.parser import Parser
 from accel_parallel.output import Output, failing
 from accel_parallel.verbs.export import add_arguments as add_export
@@ -46,20 +43,8 @@ Tokens are cached in ~/.cache/accel_parallel, or $ACCEL_PARALLEL_CACHE.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Entry point of the console script."""
-    try:
-        run(argv)
-    except KeyboardInterrupt:  # while something is imported; the verbs answer it by themselves
-        sys.exit(130)
-
-
 def run(argv: Sequence[str] | None) -> NoReturn:
-    # Looking for plugins of pydantic reads the metadata of every installed package: 80 ms for each start.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    defer_metadata()
-    # Importing makes many objects and no garbage: collecting meanwhile takes 6 % of the start of a verb.
-    gc.set_threshold(100_000)
+    """Parse `argv`, by default the process's own, run its verb, and exit."""
     typed = list(sys.argv[1:] if argv is None else argv)
     # What stands after `--` is a script's, and none of it an option of ours.
     ours, script = (typed[: typed.index("--")], typed[typed.index("--") + 1 :]) if "--" in typed else (typed, [])
