@@ -86,10 +86,14 @@ _TRACES = re.compile(
 )
 
 
+def without_traces(env: Mapping[str, str]) -> dict[str, str]:
+    """The shell's environment without what other launches left in it."""
+    return {key: value for key, value in env.items() if not _TRACES.fullmatch(key)}
+
+
 def launcher_environment(env: Mapping[str, str], num_processes: int) -> dict[str, str]:
-    """The shell's environment without the traces of other launches, and with what this one promises."""
-    kept = {key: value for key, value in env.items() if not _TRACES.fullmatch(key)}
-    return {**kept, PROMISED_PROCESSES: str(num_processes)}
+    """The same, with what this launch promises."""
+    return {**without_traces(env), PROMISED_PROCESSES: str(num_processes)}
 
 
 def shell_environment(exported: Mapping[str, str], env: Mapping[str, str], num_processes: int) -> list[str]:

@@ -24,13 +24,13 @@ FLOORS = {
     "cli": 7, "__main__": 8,
     "train/state": 2, "train/model": 2, "train/data": 2, "train/optimize": 2, "train/generate": 2, "train/agent": 2,
     "train/control": 2, "train/failure": 2,
-    "train/status": 3, "train/prepare": 3,
+    "train/status": 3, "train/prepare": 3, "train/pool": 3,
     "train/runtime": 4,
     "train/checkpoint": 5, "train/meter": 5, "train/evaluate": 5, "train/probe": 5, "train/script": 5,
-    "train/report": 6, "train/initialize": 6, "train/saved": 6,
+    "train/report": 6, "train/initialize": 6, "train/saved": 6, "train/units": 6,
     "train/loop": 7, "train/export": 7, "train/generate_text": 7,
     "train/session": 8,
-    "train/__main__": 9,
+    "train/__main__": 9, "train/preload": 9, "train/rehearse": 9,
 }  # fmt: skip
 STRATEGY_WORDS = re.compile(r"\b(fsdp|fsdp1|fsdp2|ddp|fullysharded\w*|distributeddataparallel)\b", re.IGNORECASE)
 HEAVY = {"torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "pyarrow", "tensorboard"}

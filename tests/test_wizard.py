@@ -13,7 +13,7 @@ import yaml
 
 from accel_parallel.spec import Destination, destinations
 from tests import wizard
-from tests.workers import free_port
+from accel_parallel.train.pool import free_port
 
 BIN = Path(sys.executable).parent
 TIMEOUT = 180

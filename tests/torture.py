@@ -185,7 +185,7 @@ class Torture:
             self._mismatch(f"a start from step {began} said: {log}")
 
     def _look_at_end(self, job: Job, status: Path) -> None:
-        results = job.results()
+        results = job.results(TIMEOUT)
         if results != [("ok", 0)] * WORLD_SIZE:
             self._mismatch(f"not killed, a job ended with {results}: {log_of(status)}")
 

@@ -1,20 +1,15 @@
-"""Real worker processes without the seconds that starting Python and importing torch cost.
+"""Training in real worker processes of a pool, so that a test costs no start of Python and no import of torch.
 
-A fork server imports torch once; every worker is forked from it with the environment that Accelerate's launcher would
-give it, and runs the same entry point, `accel_parallel.train.__main__.main`.
+Every worker has the environment that Accelerate's launcher would give it, and runs the same entry point as its,
+`accel_parallel.train.__main__.main`.
 """
 
 import json
-import multiprocessing
 import os
-import socket
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +17,7 @@ from accel_parallel.accelerate_yaml import render_file
 from accel_parallel.metrics import by_step, read_lines
 from accel_parallel.spec import dump_spec, read_spec
 from accel_parallel.strategies import STRATEGIES
+from accel_parallel.train.pool import Answer, Job, start_job
 from tests import sabotage
 
 TIMEOUT = 180
@@ -59,81 +55,19 @@ def launcher_environment(config: str) -> dict[str, str]:
     return {key: value for key, value in environment.items() if before.get(key) != value}
 
 
-@cache
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
-    return context
-
-
-@dataclass(frozen=True)
-class Job:
-    """Processes that were started and are not waited for, in rank order."""
-
-    processes: list[Any]
-    receivers: list[Connection]
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self.processes]
-
-    def results(self) -> list[tuple[str, Any]]:
-        """Wait; ("ok", result) or ("error", traceback) per rank."""
-        results = []
-        for process, receiver in zip(self.processes, self.receivers, strict=True):
-            try:
-                results.append(receiver.recv() if receiver.poll(TIMEOUT) else ("error", f"no answer in {TIMEOUT} s"))
-            except EOFError:
-                process.join()
-                results.append(("error", f"process ended with exit code {process.exitcode}"))
-        for process in self.processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-        return results
-
-
 def run_processes(
     function: Callable[..., Any], environment: dict[str, str], world_size: int, *args: Any, machines: int = 1
-) -> list[tuple[str, Any]]:
+) -> list[Answer]:
     """Call `function(*args)` in `world_size` processes of one job; ("ok", result) or ("error", traceback) per rank."""
-    return start_processes(function, environment, world_size, *args, machines=machines).results()
+    return start_processes(function, environment, world_size, *args, machines=machines).results(TIMEOUT)
 
 
 def start_processes(
     function: Callable[..., Any], environment: dict[str, str], world_size: int, *args: Any, machines: int = 1
 ) -> Job:
     """Begin to call `function(*args)` in `world_size` processes of one job."""
-    port = free_port()
-    job = Job([], [])
-    local_size = world_size // machines
-    for rank in range(world_size):
-        world = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank % local_size),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(local_size),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(port),
-        }
-        receiver, sender = _context().Pipe(duplex=False)
-        process_environment = {**environment, **(world if world_size > 1 else {})}
-        process = _context().Process(target=_run, args=(sender, process_environment, function, args), daemon=True)
-        process.start()
-        sender.close()
-        job.processes.append(process)
-        job.receivers.append(receiver)
-    return job
-
-
-def _run(sender: Connection, environment: dict[str, str], function: Callable[..., Any], args: Sequence[Any]) -> None:
-    for key in [key for key in os.environ if key.startswith(SETUP)]:
-        del os.environ[key]
-    os.environ.update(environment)
-    try:
-        sender.send(("ok", function(*args)))
-    except BaseException:
-        sender.send(("error", traceback.format_exc()))
+    outside = {key: value for key, value in os.environ.items() if not key.startswith(SETUP)}
+    return start_job(function, {**outside, **environment}, world_size, args, machines=machines)
 
 
 def _worker(argv: list[str], status: str) -> int:
@@ -190,7 +124,7 @@ def train(
     """Train a specification under a strategy, as `accel-parallel launch` would, in forked workers."""
     with tempfile.TemporaryDirectory() as status:
         job = start_training(run, strategy, world_size, sets, Path(status), argv=argv, environment=environment)
-        results = job.results()
+        results = job.results(TIMEOUT)
         crashes = [text for kind, text in results if kind == "error"]
         if crashes:
             raise AssertionError("\n".join(crashes))
@@ -231,8 +165,3 @@ def log_of(status: Path) -> str:
     """What the workers have said so far, rank by rank."""
     return "".join(path.read_text() for path in sorted(status.glob("log-*.txt")))
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])

@@ -9,7 +9,13 @@ from typing import NoReturn
 
 
 def run_heavy(module: str, words: Sequence[str]) -> NoReturn:
-    """Run `python -m accel_parallel.train.<module>`, which prints its result itself, and end with its exit code.
+    """`call_heavy` a module that prints its result itself, and end with its exit code."""
+    code = call_heavy(module, words)
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def call_heavy(module: str, words: Sequence[str]) -> int:
+    """Run `python -m accel_parallel.train.<module>`; its exit code, or minus the signal that ended it.
 
     Interrupted or told to end, it first waits until the child has ended, who clears up.
     """
@@ -19,12 +25,11 @@ def run_heavy(module: str, words: Sequence[str]) -> NoReturn:
     child = subprocess.Popen([sys.executable, "-m", f"accel_parallel.train.{module}", *words])
     signal.signal(signal.SIGINT, answer)
     try:
-        code = child.wait()
+        return child.wait()
     except BaseException:
         child.terminate()
         child.wait()
         raise
-    sys.exit(code if code >= 0 else 128 - code)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
+from torch.optim import Optimizer
 
 from accel_parallel.train.checkpoint import Checkpoints
 from accel_parallel.train.control import Control
@@ -26,6 +27,7 @@ class Outcome:
     """How a launch ended, the same on every process. `tokens_per_sec` leaves out evaluation and saving."""
 
     model: nn.Module
+    optimizer: Optimizer
     state: TrainState
     val_loss: float
     held_out: ValBatches
@@ -93,6 +95,7 @@ def train(
 
     return Outcome(
         model=model,
+        optimizer=optimizer,
         state=state,
         val_loss=evaluate(runtime, model, held_out) if val_loss is None else val_loss,
         held_out=held_out,

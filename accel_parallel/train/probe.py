@@ -5,6 +5,7 @@ included; nothing is estimated. Seen on torch 2.13, gloo, CPU.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,6 +50,16 @@ class Traffic:
         return {**asdict(self), "sent_bytes": self.sent_bytes}
 
 
+@dataclass(frozen=True, slots=True)
+class UnitTraffic:
+    """The collectives of one kind for one FSDP unit in a step; bytes as in `Traffic`."""
+
+    unit: str
+    kind: str
+    count: int
+    tensor_bytes: int
+
+
 def ring_bytes(kind: str, tensor_bytes: int, group_size: int) -> int:
     """Bytes each of `group_size` processes sends for a collective on a tensor of `tensor_bytes` as a whole.
 
@@ -72,14 +83,22 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.phase = ""
+        self.unit: str | None = None
+        """The FSDP unit that communicates now, where somebody says so; see `train.units`."""
         self.storages: set[StorageWeakRef] = set()
         """What collectives read and wrote, without keeping it alive."""
         self._seen: dict[tuple[str, str, int], list[int]] = {}
+        self._of_units: dict[tuple[str, str], list[int]] = {}
 
     @property
     def traffic(self) -> list[Traffic]:
         """In the order of the first of each."""
         return [Traffic(*key, len(sizes), sum(sizes)) for key, sizes in self._seen.items()]
+
+    @property
+    def unit_traffic(self) -> list[UnitTraffic]:
+        """Of the units that were named, in the order of the first of each."""
+        return [UnitTraffic(*key, len(sizes), sum(sizes)) for key, sizes in self._of_units.items()]
 
     def enter(self, phase: str) -> None:
         self.phase = phase
@@ -102,6 +121,8 @@ class Collectives(TorchDispatchMode):
         operands = [list(_tensors(operand)) for operand in (*arguments, result)]
         whole = max(sum(tensor.nbytes for tensor in operand) for operand in operands)
         self._seen.setdefault((self.phase, kind, _group_size(arguments)), []).append(whole)
+        if self.unit is not None:
+            self._of_units.setdefault((self.unit, kind), []).append(whole)
         self.storages |= _storages(operands)
 
 
@@ -124,24 +145,31 @@ class StepCost:
     """One step, as one process sees it."""
 
     traffic: list[Traffic]
+    units: list[UnitTraffic]
     memory: Memory
 
     def to_dict(self) -> dict[str, Any]:
-        return {"traffic": [item.to_dict() for item in self.traffic], "memory": asdict(self.memory)}
+        return {**asdict(self), "traffic": [item.to_dict() for item in self.traffic]}
 
 
 def observe_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: TrainingStep, *, peak_of: int = 3
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: TrainingStep,
+    *,
+    peak_of: int = 3,
+    naming: Callable[["Collectives"], AbstractContextManager[None]] = lambda collectives: nullcontext(),
 ) -> StepCost:
     """Collective. Take two steps to settle, one to count collectives and bytes, and the peak of `peak_of` more.
 
-    DDP rearranges its buckets after its first backward pass and tells the others while it does the second.
+    DDP rearranges its buckets after its first backward pass and tells the others while it does the second. `naming`
+    may tell the counter for which unit each collective is.
     """
     for _ in range(2):
         step(_ignore)
         optimizer.zero_grad()
     collectives = Collectives()
-    with collectives:
+    with naming(collectives), collectives:
         step(collectives.enter)
     parameters = _storages(list(model.parameters()))
     gradients = _storages([parameter.grad for parameter in model.parameters()])
@@ -156,7 +184,7 @@ def observe_step(
         between_steps=resting,
         peak=resting + peak_allocated(lambda: step(_ignore), optimizer.zero_grad, times=peak_of),
     )
-    return StepCost(collectives.traffic, memory)
+    return StepCost(collectives.traffic, collectives.unit_traffic, memory)
 
 
 def peak_allocated(step: Callable[[], None], after: Callable[[], None], *, times: int) -> int:

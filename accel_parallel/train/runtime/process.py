@@ -207,6 +207,7 @@ def describe(run: Runtime) -> dict[str, Any]:
             "world_size": observed.world_size,
             "parameters_in_each_process": run.held,
             "units": observed.units,
+            "resharded_after_forward": observed.resharded_after_forward,
             "compute_dtypes": sorted(str(dtype) for dtype in observed.compute_dtypes),
         },
         "device": str(run.device),

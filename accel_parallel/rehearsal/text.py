@@ -1,0 +1,40 @@
+"""Rehearsals for a terminal: the answers, and of a single file what was seen."""
+
+from collections.abc import Sequence
+from textwrap import wrap
+
+from accel_parallel.rehearsal.check import Rehearsal
+
+WIDTH = 79
+
+
+def lines(rehearsals: Sequence[Rehearsal]) -> list[str]:
+    """One block a rehearsal: its verdict, an answer to each question, and every mismatch."""
+    found: list[str] = []
+    for rehearsal in rehearsals:
+        found += _block(rehearsal, detailed=len(rehearsals) == 1)
+    if len(rehearsals) > 1:
+        bad = [rehearsal.name for rehearsal in rehearsals if not rehearsal.holds]
+        seconds = sum(rehearsal.seconds for rehearsal in rehearsals)
+        verdict = f"not as asked: {', '.join(bad)}" if bad else "all as asked"
+        found += _wrapped(f"{len(rehearsals)} rehearsed in {seconds:.0f} s, {verdict}", "", "  ")
+    return found
+
+
+def _block(rehearsal: Rehearsal, *, detailed: bool) -> list[str]:
+    found = []
+    if detailed:
+        for check in rehearsal.checks:
+            if check.table:
+                found += [check.question, *(f"  {line}" for line in check.table), ""]
+    verdict = "as asked" if rehearsal.holds else "NOT as asked"
+    found += _wrapped(f"{rehearsal.title}: {verdict} ({rehearsal.seconds:.0f} s)", "", "  ")
+    for check in rehearsal.checks:
+        found += _wrapped(f"  {check.question:26} {check.answer:8}  {check.summary}", "", " " * 39)
+        for mismatch in check.mismatches:
+            found += _wrapped(mismatch, "    - ", "      ")
+    return [*found, *rehearsal.notes, ""] if not detailed else [*found, *rehearsal.notes]
+
+
+def _wrapped(text: str, first: str, rest: str) -> list[str]:
+    return wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, drop_whitespace=True) or [""]
