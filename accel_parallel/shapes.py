@@ -3,6 +3,7 @@
 L layers, H query heads, D numbers per head, C = H x D hidden, F feed-forward, V vocabulary, T tokens in a sequence.
 """
 
+import math
 from dataclasses import dataclass
 
 LOSS_CHUNK_TOKENS = 1_024
@@ -27,24 +28,28 @@ class ModelShape:
         """Numbers per attention head: D."""
         return self.hidden_dim // self.num_heads
 
-    def parameters(self) -> dict[str, int]:
-        """Size of every parameter by full name, in the order of `TransformerLM.named_parameters()`.
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter by full name, in the order of `TransformerLM.named_parameters()`.
 
         A tied head does not appear: it is the embedding's weight once more.
         """
         block = self._block()
-        embedding = self.vocab_size * self.hidden_dim
+        embedding = (self.vocab_size, self.hidden_dim)
         return {
             "token_emb.weight": embedding,
-            **{f"blocks.{i}.{name}": size for i in range(self.num_layers) for name, size in block.items()},
-            "norm.weight": self.hidden_dim,
+            **{f"blocks.{i}.{name}": shape for i in range(self.num_layers) for name, shape in block.items()},
+            "norm.weight": (self.hidden_dim,),
             **({} if self.tie_embeddings else {"head.weight": embedding}),
         }
+
+    def parameters(self) -> dict[str, int]:
+        """Size of every parameter by full name, in the same order."""
+        return {name: math.prod(shape) for name, shape in self.parameter_shapes().items()}
 
     @property
     def block_parameters(self) -> int:
         """Parameters of one `TransformerBlock`."""
-        return sum(self._block().values())
+        return sum(map(math.prod, self._block().values()))
 
     @property
     def total_parameters(self) -> int:
@@ -63,17 +68,17 @@ class ModelShape:
         in_products = self.num_layers * (self.block_parameters - norms) + self.vocab_size * self.hidden_dim
         return 6 * in_products + 12 * self.num_layers * self.num_heads * self.head_dim * self.seq_len
 
-    def _block(self) -> dict[str, int]:
-        """Parameters of one block by their name inside it."""
+    def _block(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one block's parameters by their name inside it; a matrix is (out, in), as `nn.Linear` has it."""
         hidden, kv, ffn = self.hidden_dim, self.num_kv_heads * self.head_dim, self.ffn_dim
         return {
-            "attn_norm.weight": hidden,
-            "attn.q_proj.weight": hidden * hidden,
-            "attn.k_proj.weight": hidden * kv,
-            "attn.v_proj.weight": hidden * kv,
-            "attn.o_proj.weight": hidden * hidden,
-            "ffn_norm.weight": hidden,
-            "ffn.gate_proj.weight": hidden * ffn,
-            "ffn.up_proj.weight": hidden * ffn,
-            "ffn.down_proj.weight": hidden * ffn,
+            "attn_norm.weight": (hidden,),
+            "attn.q_proj.weight": (hidden, hidden),
+            "attn.k_proj.weight": (kv, hidden),
+            "attn.v_proj.weight": (kv, hidden),
+            "attn.o_proj.weight": (hidden, hidden),
+            "ffn_norm.weight": (hidden,),
+            "ffn.gate_proj.weight": (ffn, hidden),
+            "ffn.up_proj.weight": (ffn, hidden),
+            "ffn.down_proj.weight": (hidden, ffn),
         }

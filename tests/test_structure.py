@@ -15,7 +15,7 @@ FLOORS = {
     "errors": 0, "say": 0, "suggest": 0, "files": 0, "arguments": 0, "metrics": 0, "shapes": 0, "hardware": 0,
     "redact": 0,
     "spec": 1, "locks": 1, "summary": 1, "output": 1, "checkpoints": 1, "ended": 1,
-    "continuing": 2, "strategies": 2, "asked": 2, "llama": 2,
+    "units": 1, "continuing": 2, "strategies": 2, "asked": 2, "llama": 2,
     "runs": 3, "init_from": 3, "verbs": 3,
     "accelerate_yaml": 3, "substitutions": 3,
     "launch": 4,
