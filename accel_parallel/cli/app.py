@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     _config(_verb(verbs, config, "write an accelerate YAML file for every strategy from the specification"))
     _launch(_verb(verbs, launch, "train under a strategy, continuing its newest run"))
     _prepare(_verb(verbs, prepare, "read, tokenise and cache the text, without training"))
+    _rehearse(_verb(verbs, rehearse, "run a file on CPU processes, really sharded, and compare with what it asks for"))
     _checkpoints(_verb(verbs, checkpoints, "list what a run has saved, verify it, or see where it loads"))
     add_export(_verb(verbs, export, "write a run's weights and tokenizer as a Hugging Face Llama folder"))
     add_generate(_verb(verbs, generate, "print how a run, or an exported folder, continues a prompt"))
@@ -99,6 +100,23 @@ def launch(arguments: argparse.Namespace, output: Output) -> None:
         script=tuple(arguments.script),
     )
     result = launch_target(request, output.say)
+    output.finish(result.data, result.lines, result.problems, result.exit_code)
+
+
+def rehearse(arguments: argparse.Namespace, output: Output) -> None:
+    from accel_parallel.cli.rehearse import Request
+    from accel_parallel.cli.rehearse import rehearse as rehearse_target
+
+    request = Request(
+        target=arguments.target,
+        all=arguments.all,
+        spec=arguments.spec,
+        sets=tuple(arguments.set),
+        num_processes=arguments.num_processes,
+        keep_precision=arguments.keep_precision,
+        junit=arguments.junit,
+    )
+    result = rehearse_target(request, output.say)
     output.finish(result.data, result.lines, result.problems, result.exit_code)
 
 
@@ -199,6 +217,16 @@ def _launch(verb: Parser) -> None:
     verb.usage = "%(prog)s STRATEGY|FILE [options] [-- [-m] SCRIPT ARGS]"
     verb.epilog = LAUNCH_EPILOG
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    _json(verb)
+
+
+def _rehearse(verb: Parser) -> None:
+    verb.add_argument("target", nargs="?", metavar="STRATEGY|FILE", help="a strategy, or any accelerate YAML file")
+    verb.add_argument("--all", action="store_true", help="every strategy, one after the other")
+    verb.add_argument("-n", "--num-processes", type=positive, metavar="N", help="processes on each machine")
+    verb.add_argument("--keep-precision", action="store_true", help="compute in the asked precision, slow on CPUs")
+    verb.add_argument("--junit", type=Path, metavar="FILE", help="write the answers as JUnit XML too")
+    _specification(verb)
     _json(verb)
 
 

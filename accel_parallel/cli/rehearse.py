@@ -5,16 +5,15 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accel_parallel.accelerate_yaml import names_a_file, read_file, render_file
 from accel_parallel.cli.heavy import call_heavy
 from accel_parallel.cli.target import Target, find_target
-from accel_parallel.errors import LaunchError, Problem, RunError, SpecError
+from accel_parallel.errors import LaunchError, Problem, RunError
 from accel_parallel.files import write_atomic
-from accel_parallel.launch import launcher_environment
 from accel_parallel.metrics import format_bytes, format_processes
 from accel_parallel.rehearsal.check import Rehearsal
 from accel_parallel.rehearsal.judge import judge, refused
@@ -141,11 +140,18 @@ def _run(targets: Sequence[Target], sets: tuple[str, ...], request: Request, fol
     for place, target, spec in zip(places, targets, specs, strict=True):
         tasks.append({**_task(place, target.name, target.config, spec, request), "reference": False})
     write_atomic(folder / "tasks.json", json.dumps(tasks))
-    code = call_heavy("rehearse", [str(folder)], launcher_environment(os.environ, None))
+    code = call_heavy("rehearse", [str(folder)])
     facts = [_facts(place, code) for place in places]
     numbers = {precision: _facts(folder / f"reference-{precision}", code)["steps"] for precision in references}
     return [
-        judge(target, spec, seen, numbers[spec.distributed.mixed_precision], request.keep_precision)
+        judge(
+            target.name,
+            spec,
+            target.environment,
+            seen,
+            numbers[spec.distributed.mixed_precision],
+            keep_precision=request.keep_precision,
+        )
         for target, spec, seen in zip(targets, specs, facts, strict=True)
     ]
 

@@ -26,14 +26,19 @@ def _block(rehearsal: Rehearsal, *, detailed: bool) -> list[str]:
     if detailed:
         for check in rehearsal.checks:
             if check.table:
-                found += [check.question, *(f"  {line}" for line in check.table), ""]
+                found += [check.question, *(line for text in check.table for line in _indented(text)), ""]
     verdict = "as asked" if rehearsal.holds else "NOT as asked"
     found += _wrapped(f"{rehearsal.title}: {verdict} ({rehearsal.seconds:.0f} s)", "", "  ")
     for check in rehearsal.checks:
         found += _wrapped(f"  {check.question:26} {check.answer:8}  {check.summary}", "", " " * 39)
         for mismatch in check.mismatches:
             found += _wrapped(mismatch, "    - ", "      ")
-    return [*found, *rehearsal.notes, ""] if not detailed else [*found, *rehearsal.notes]
+    return [*found, *(f"  {note}" for note in rehearsal.notes), *([] if detailed else [""])]
+
+
+def _indented(text: str) -> list[str]:
+    # A row of a table is as wide as it is.
+    return [f"  {text}".rstrip()] if len(text) < WIDTH - 1 else _wrapped(text, "  ", "      ")
 
 
 def _wrapped(text: str, first: str, rest: str) -> list[str]:

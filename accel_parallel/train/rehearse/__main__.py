@@ -1,6 +1,7 @@
 """`python -m accel_parallel.train.rehearse FOLDER`: run the tasks of a rehearsal, one after the other, in one pool."""
 
 import json
+import os
 import signal
 import sys
 import time
@@ -13,6 +14,8 @@ from accel_parallel.train.pool import warm_up
 def main(argv: list[str]) -> int:
     die_with_parent(signal.SIGTERM)
     began = time.time()
+    # The profiler's own log, which nobody asked for.
+    os.environ["KINETO_LOG_LEVEL"] = "99"
     warm_up()  # it imports torch meanwhile, on another core
     from accel_parallel.train.rehearse.task import Task, run_task
 

@@ -37,7 +37,7 @@ class Task:
 
 def run_task(task: Task, began: float) -> None:
     """Write `facts.json` into its folder; `began` is when its first seconds were spent."""
-    say(f"{'trains the reference of' if task.reference else 'rehearses'} {task.name}")
+    say("trains the reference: one process" if task.reference else f"rehearses {task.name}")
     facts = {**_launches(task, began), "seconds": time.time() - began}
     write_atomic(task.folder / "facts.json", json.dumps(facts))
 

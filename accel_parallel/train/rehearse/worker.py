@@ -4,7 +4,7 @@ import os
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,8 @@ def _cost(runtime: Runtime, data: TokenData, outcome: Outcome) -> dict[str, Any]
         outcome.optimizer.step()
 
     cost = observe_step(outcome.model, outcome.optimizer, step, naming=partial(naming_units, outcome.model))
-    return asdict(cost)
+    seen = cost.to_dict()
+    return {"traffic": seen["traffic"], "units_traffic": seen["units"], "memory": seen["memory"]}
 
 
 def _untracked(numbers: dict[str, Any], step: int) -> None:
