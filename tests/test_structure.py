@@ -23,7 +23,7 @@ FLOORS = {
     "restarts": 6,
     "cli": 7, "__main__": 8,
     "train/state": 2, "train/model": 2, "train/data": 2, "train/optimize": 2, "train/generate": 2, "train/agent": 2,
-    "train/control": 2, "train/failure": 2,
+    "train/control": 2, "train/failure": 2, "train/stations": 2,
     "train/status": 3, "train/prepare": 3,
     "train/runtime": 4,
     "train/checkpoint": 5, "train/meter": 5, "train/evaluate": 5, "train/probe": 5, "train/script": 5,
