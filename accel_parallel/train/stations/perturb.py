@@ -16,6 +16,8 @@ PREFIXES = {
     "megatron_lm_config": "megatron_lm_",
     "mpirun_config": "mpirun_",
 }
+_PREFIX_ADDED = ("fsdp_config", "dynamo_config", "fp8_config")
+"""Where the launcher puts the prefix before keys without it: `_validate_launch_command`, commands/launch.py (1.15)."""
 _WORDS = [words for name, words in vars(constants).items() if name.startswith("FSDP_") and isinstance(words, list)]
 _TRUTHS = {"true": "false", "false": "true", "yes": "no", "no": "yes"}
 
@@ -24,6 +26,13 @@ def options(section: str) -> list[str]:
     """The keys that a section may have, by the launcher's own parser; none for sections without a prefix."""
     prefix = PREFIXES.get(section)
     return [] if prefix is None else [a.dest for a in parser()._actions if a.dest.startswith(prefix)]
+
+
+def read_as(section: str, key: str) -> str:
+    """The launcher's option that a key of a section sets."""
+    # It asks for the prefix without its last letter.
+    added = section in _PREFIX_ADDED and not key.startswith(PREFIXES[section].rstrip("_"))
+    return PREFIXES[section] + key if added else key
 
 
 def alternatives(section: str, key: str, value: Any) -> Iterator[Any]:
@@ -41,8 +50,7 @@ def _choices(section: str, key: str) -> list[str]:
     if not section and key in ("distributed_type", "compute_environment"):
         kinds: Any = DistributedType if key == "distributed_type" else ComputeEnvironment
         return [kind.value for kind in kinds]
-    prefix = PREFIXES.get(section, "")
-    name = key if key.startswith(prefix) else prefix + key
+    name = read_as(section, key)
     return next((list(a.choices) for a in parser()._actions if a.dest == name and a.choices), [])
 
 
@@ -60,6 +68,8 @@ def _others(section: str, value: Any) -> Iterator[Any]:
         yield from (value + "x", "0,1")
     elif isinstance(value, list):
         yield [*value, "x"]
+    elif isinstance(value, dict) and value:
+        yield {}
     elif value is None or value == {}:
         yield from ({name: other} for name in options(section) for other in ("true", 2))
         if value is None:

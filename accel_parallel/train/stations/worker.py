@@ -29,8 +29,9 @@ from accelerate.utils.environment import parse_choice_from_env, parse_flag_from_
 from accel_parallel.train.stations.pretend import in_one_line, only_environment, replaced, silence
 
 # Read by Accelerate alone, so that only its state tells whether they matter; the rest is for CUDA, OpenMP and torch.
-_ACCELERATES_OWN = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
-_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_ACCELERATES_OWN = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+"""Of a process group, which a process without WORLD_SIZE does not join."""
 _RECIPES = {"AO": AORecipeKwargs, "TE": TERecipeKwargs, "MSAMP": MSAMPRecipeKwargs}
 
 
@@ -40,7 +41,8 @@ def state_of(environment: Mapping[str, str]) -> dict[str, str]:
     `error` is what Accelerate refuses, beside what it had built until then. WORLD_SIZE says how many processes there
     are; without it there is one, and no process group. No process group is made, no device is touched.
     """
-    state = {name: environment[name] for name in environment if not name.startswith((*_ACCELERATES_OWN, *_RANKS))}
+    not_told = _ACCELERATES_OWN if "WORLD_SIZE" in environment else (*_ACCELERATES_OWN, *_RENDEZVOUS)
+    state = {name: environment[name] for name in environment if not name.startswith(not_told)}
     try:
         with ExitStack() as stack:
             stack.enter_context(silence())
@@ -57,7 +59,7 @@ def state_of(environment: Mapping[str, str]) -> dict[str, str]:
 def _elsewhere() -> Iterator[tuple[Any, dict[str, Any]]]:
     """A machine with a GPU, where version 1 finds a device to synchronise on, and with every library for fp8."""
     yield torch.cuda, {"current_device": lambda: 0}
-    yield accelerate.state, {"is_fp8_available": lambda: True}
+    yield accelerate.state, {"is_fp8_available": lambda: True, "check_cuda_fp8_capability": lambda: True}
     available = {"is_cuda_available": lambda: True, "is_transformer_engine_available": lambda: True}
     yield accelerate.utils.dataclasses, available
     # Importing transformers is all that it would do.
@@ -155,7 +157,7 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_text(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple | set | frozenset):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(repr(inner) if isinstance(inner, str) else _text(inner) for inner in value) + "]"
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
         return str(value)
     if callable(value):
