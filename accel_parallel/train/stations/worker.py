@@ -77,12 +77,10 @@ def _built() -> Iterator[tuple[str, Any]]:
     parallelism = ParallelismConfig() if _on("ACCELERATE_USE_PARALLELISM_CONFIG") else None
     if parallelism is not None:
         yield from _fields("parallelism", parallelism)
-
-    class State(AcceleratorState):  # this process may have one of its own
-        _shared_state: dict[str, Any] = {}
-
+    # This process may have a state of its own, which all instances of the class share.
+    separate: Any = type("State", (AcceleratorState,), {"_shared_state": {}})
     with replaced(PartialState, _shared_state=_process()):
-        state = State(
+        state = separate(
             dynamo_plugin=dynamo,
             deepspeed_plugin=deepspeed,
             fsdp_plugin=fsdp,
