@@ -14,16 +14,16 @@ PACKAGE = Path(__file__).parent.parent / "accel_parallel"
 FLOORS = {
     "errors": 0, "say": 0, "suggest": 0, "files": 0, "arguments": 0, "metrics": 0, "shapes": 0, "hardware": 0,
     "redact": 0,
-    "spec": 1, "locks": 1, "summary": 1, "output": 1, "checkpoints": 1, "ended": 1,
-    "units": 1, "continuing": 2, "strategies": 2, "asked": 2, "llama": 2,
-    "runs": 3, "init_from": 3, "verbs": 3,
+    "spec": 1, "units": 1, "locks": 1, "summary": 1, "output": 1, "checkpoints": 1, "ended": 1,
+    "continuing": 2, "strategies": 2, "asked": 2, "llama": 2,
+    "explain": 3, "runs": 3, "init_from": 3, "verbs": 3,
     "accelerate_yaml": 3, "substitutions": 3,
     "launch": 4,
     "supervise": 5,
     "restarts": 6,
     "cli": 7, "__main__": 8,
     "train/state": 2, "train/model": 2, "train/data": 2, "train/optimize": 2, "train/generate": 2, "train/agent": 2,
-    "train/control": 2, "train/failure": 2,
+    "train/control": 2, "train/failure": 2, "train/model_tree": 3,
     "train/status": 3, "train/prepare": 3,
     "train/runtime": 4,
     "train/checkpoint": 5, "train/meter": 5, "train/evaluate": 5, "train/probe": 5, "train/script": 5,
@@ -118,7 +118,8 @@ def test_the_loop_is_one_screen_and_asks_for_no_types() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["config", "--check"], ["launch", "fsdp", "--dry-run"], ["--version"]]
+    "arguments",
+    [["--help"], ["config", "--check"], ["launch", "fsdp", "--dry-run"], ["explain", "fsdp"], ["--version"]],
 )
 def test_light_verbs_never_import_torch(arguments: list[str]) -> None:
     code = (

@@ -3,27 +3,18 @@
 The told side knows the shape, or the modules before they are wrapped; the other side asks torch.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
 
-import pytest
-
 from accel_parallel.shapes import ModelShape
 from accel_parallel.units import (
     Model,
-    Module,
     Sharding,
-    Unit,
     Wrapping,
-    bands,
     model_of,
-    peaks,
-    refused,
     shard_sizes,
-    split_parameters,
     traffic,
     transformer_lm,
     units,

@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
     _config(_verb(verbs, config, "write an accelerate YAML file for every strategy from the specification"))
     _launch(_verb(verbs, launch, "train under a strategy, continuing its newest run"))
+    _explain(_verb(verbs, explain, "show which FSDP units a strategy or an accelerate file makes of a model"))
     _prepare(_verb(verbs, prepare, "read, tokenise and cache the text, without training"))
     _checkpoints(_verb(verbs, checkpoints, "list what a run has saved, verify it, or see where it loads"))
     add_export(_verb(verbs, export, "write a run's weights and tokenizer as a Hugging Face Llama folder"))
@@ -99,6 +100,21 @@ def launch(arguments: argparse.Namespace, output: Output) -> None:
         script=tuple(arguments.script),
     )
     result = launch_target(request, output.say)
+    output.finish(result.data, result.lines, result.problems, result.exit_code)
+
+
+def explain(arguments: argparse.Namespace, output: Output) -> None:
+    from accel_parallel.cli.explain import Request
+    from accel_parallel.cli.explain import explain as explain_target
+
+    request = Request(
+        target=arguments.target,
+        spec=arguments.spec,
+        sets=tuple(arguments.set),
+        num_processes=arguments.num_processes,
+        model=arguments.model,
+    )
+    result = explain_target(request)
     output.finish(result.data, result.lines, result.problems, result.exit_code)
 
 
@@ -199,6 +215,17 @@ def _launch(verb: Parser) -> None:
     verb.usage = "%(prog)s STRATEGY|FILE [options] [-- [-m] SCRIPT ARGS]"
     verb.epilog = LAUNCH_EPILOG
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    _json(verb)
+
+
+def _explain(verb: Parser) -> None:
+    verb.add_argument(
+        "target", metavar="STRATEGY|FILE", help="a strategy of the catalogue, or any accelerate YAML file"
+    )
+    _specification(verb)
+    verb.add_argument("--num-processes", type=positive, metavar="N", help="processes on each machine")
+    text = "a model of yours instead: a folder with a Hugging Face config.json, or pkg.module:factory"
+    verb.add_argument("--model", metavar="MODEL", help=text)
     _json(verb)
 
 

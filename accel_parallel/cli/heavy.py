@@ -3,9 +3,10 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def run_heavy(module: str, words: Sequence[str]) -> NoReturn:
@@ -13,18 +14,38 @@ def run_heavy(module: str, words: Sequence[str]) -> NoReturn:
 
     Interrupted or told to end, it first waits until the child has ended, who clears up.
     """
+    child = _start(module, words)
+    with _ending(child):
+        code = child.wait()
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def heavy_answer(module: str, words: Sequence[str]) -> tuple[bytes, int]:
+    """What `python -m accel_parallel.train.<module>` printed on its standard output, and its exit code."""
+    child = _start(module, words, stdout=subprocess.PIPE)
+    with _ending(child):
+        printed, _ = child.communicate()
+    return printed, child.returncode
+
+
+def _start(module: str, words: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
     signal.signal(signal.SIGTERM, _end)
     # Inherited: in the child Ctrl-C would be a traceback while it still imports. SIGTERM ends it at any time.
     answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-m", f"accel_parallel.train.{module}", *words])
+    child = subprocess.Popen([sys.executable, "-m", f"accel_parallel.train.{module}", *words], **options)
     signal.signal(signal.SIGINT, answer)
+    return child
+
+
+@contextmanager
+def _ending(child: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Whatever ends this process while it waits inside ends the child first."""
     try:
-        code = child.wait()
+        yield
     except BaseException:
         child.terminate()
         child.wait()
         raise
-    sys.exit(code if code >= 0 else 128 - code)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from accel_parallel.errors import ModelError
-from accel_parallel.output import Output, failing
 from accel_parallel.train.agent import die_with_parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tree, or the problem that stands against it, as one JSON object. Ends the process."""
+    """Print the tree, or the problem that stands against it, as one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m accel_parallel.train.model_tree")
     parser.add_argument("model", metavar="MODEL", help="folder with a config.json, or pkg.module:factory")
     arguments = parser.parse_args(argv)
@@ -29,20 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What a model's own code prints must not stand between the JSON.
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    with failing("explain", as_json=True) as output:
-        work(arguments.model, output, stdout)
-    return 0
-
-
-def work(name: str, output: Output, stdout: Any) -> None:
     try:
-        tree = describe(build(name))
+        answer = {"tree": describe(build(arguments.model))}
     except ModelError as error:
-        problem = {"message": error.message, "hint": error.hint}
-        stdout.write(json.dumps({"problem": problem}))
-    else:
-        stdout.write(json.dumps({"tree": tree}))
-    stdout.flush()
+        answer = {"problem": {"message": error.message, "hint": error.hint}}
+    with stdout:
+        stdout.write(json.dumps(answer))
+    return 0
 
 
 def build(name: str) -> Any:
@@ -84,7 +76,8 @@ def from_folder(folder: Path) -> Any:
     config_file = folder / "config.json"
     if not config_file.is_file():
         what = "has no config.json" if folder.is_dir() else "is neither a folder nor pkg.module:factory"
-        raise ModelError(f"{folder} {what}", hint="name a folder with a Hugging Face config.json, or pkg.module:factory")
+        hint = "name a folder with a Hugging Face config.json, or pkg.module:factory"
+        raise ModelError(f"{folder} {what}", hint=hint)
     import transformers
     from transformers.utils import logging
 
@@ -156,10 +149,12 @@ def _embedding(model: Any, method: str, fails: list[str]) -> Any:
 
 def _final_norm(model: Any) -> Any:
     """The last norm among the base model's children (utils/fsdp_utils.py, `_find_final_norm`, accelerate 1.15)."""
+    from torch import nn
+
     prefix = getattr(model, "base_model_prefix", "")
     base = getattr(model, prefix, None) if prefix else model
-    norms = [child for child in base.children() if "Norm" in type(child).__name__] if hasattr(base, "children") else []
-    return norms[-1] if norms else None
+    children = base.children() if isinstance(base, nn.Module) else ()
+    return next((child for child in reversed(list(children)) if "Norm" in type(child).__name__), None)
 
 
 def _reason(error: BaseException) -> str:
