@@ -14,6 +14,7 @@ from accel_parallel.errors import LaunchError, Problem
 from accel_parallel.suggest import did_you_mean
 from accel_parallel.units import (
     Model,
+    Module,
     Sharding,
     Unit,
     Wrapping,
@@ -125,7 +126,10 @@ class Plan:
             text = f"no module below the root has {reach} fsdp_min_num_params {threshold:,}: {whole}"
             hint = f"the largest is {largest.name}, a {largest.class_name} of {largest.size:,}"
             return Problem(text, code="explain-threshold", severity="warning", hint=hint)
-        classes = Counter(module.class_name for module in self._below() if module.children)
+        below = self._below()
+        # Modules that hold others, such as layers; of a flat model all.
+        above = [module for module in below if module.children] or below
+        classes = Counter(module.class_name for module in above)
         hint = f"the model has {_counts(classes)}"
         text = f"fsdp_auto_wrap_policy {policy} wraps nothing: {whole}"
         if policy == "TRANSFORMER_BASED_WRAP":
@@ -134,7 +138,7 @@ class Plan:
             text = f"Accelerate takes fsdp_min_num_params 0 for no policy: {whole}"
         return Problem(text, code="explain-policy", severity="warning", hint=hint)
 
-    def _below(self) -> list[Any]:
+    def _below(self) -> list[Module]:
         return [module for name, module in self.model.modules.items() if name] or [self.model.root]
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 The told side knows the shape, or the modules before they are wrapped; the other side asks torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -11,10 +11,17 @@ from typing import Any
 from accel_parallel.shapes import ModelShape
 from accel_parallel.units import (
     Model,
+    Module,
     Sharding,
+    Unit,
     Wrapping,
+    bands,
     model_of,
+    padded_size,
+    peaks,
+    refused,
     shard_sizes,
+    split_parameters,
     traffic,
     transformer_lm,
     units,
@@ -132,7 +139,8 @@ def _wrap_all(cases: list[Case]) -> list[dict[str, Any]]:
         AcceleratorState._shared_state["fsdp_plugin"] = plugin
         optimizer = torch.optim.AdamW(model.parameters())
         prepared, _ = accelerator.prepare(model, optimizer)
-        found.append({"tree": tree, "units": _seen(prepared, wrapping.version), **_step(prepared, case.source)})
+        step = _step(prepared, case.source) if wrapping.policy != SIZE and case.source != "other" else None
+        found.append({"tree": tree, "units": _seen(prepared, wrapping.version), "traffic": step})
         # Of the next model; this one's is not trained.
         accelerator._models.clear()
         accelerator._optimizers.clear()
@@ -172,8 +180,6 @@ def _step(model: Any, source: Any) -> dict[str, Any]:
 
     from accel_parallel.train.probe import Collectives
 
-    if source == "other":
-        return {"traffic": None}
     vocab = source.vocab_size if isinstance(source, ModelShape) else 67
     tokens = torch.randint(vocab, (1, 8))
     collectives = Collectives()
@@ -182,7 +188,7 @@ def _step(model: Any, source: Any) -> dict[str, Any]:
         loss = model(tokens, tokens) if isinstance(source, ModelShape) else model(input_ids=tokens, labels=tokens).loss
         collectives.enter("backward")
         loss.backward()
-    return {"traffic": {(each.phase, each.kind): (each.count, each.tensor_bytes) for each in collectives.traffic}}
+    return {(each.phase, each.kind): (each.count, each.tensor_bytes) for each in collectives.traffic}
 
 
 @cache
@@ -221,6 +227,76 @@ def test_collectives_are_those_that_are_seen() -> None:
         told = traffic(units(model, case.wrapping), Sharding(case.wrapping.version, 2))
         for rank in ranks:
             assert rank["traffic"] in (None, told), case
+
+
+def test_every_parameter_is_in_one_unit() -> None:
+    for shape in (TIED, UNTIED):
+        model = transformer_lm(shape)
+        for wrapping in wrappings(shape):
+            found = units(model, wrapping)
+            assert sorted(name for unit in found for name in unit.parameters) == sorted(shape.parameters())
+            assert sum(unit.size for unit in found) == shape.total_parameters == model.root.size
+
+
+def test_more_processes_than_rows_leave_some_without() -> None:
+    unit = Unit("norm", "RMSNorm", {"norm.weight": (5,)}, False)
+    assert shard_sizes(unit, Sharding(2, 4)) == [2, 2, 1, 0]
+    assert shard_sizes(unit, Sharding(1, 4)) == [2, 2, 2, 2]
+    assert sum(shard_sizes(unit, Sharding(2, 7))) == 5
+
+
+def test_version_1_aligns_what_it_gathers() -> None:
+    """Each parameter begins at 16 bytes, of bfloat16 as well; without original parameters nothing is aligned."""
+    unit = Unit("", "", {"a": (5,), "b": (3,)}, False)
+    sizes = [padded_size(unit, Sharding(1, 2, param_bytes=size, aligned=on)) for size in (4, 2) for on in (True, False)]
+    assert sizes == [12, 8, 12, 8]
+    assert padded_size(unit, Sharding(2, 2)) == 6 + 4
+
+
+def test_bands_change_the_plan_and_nothing_between_does() -> None:
+    """Against every single threshold of a model small enough to try them all."""
+    tiny = ModelShape(**{**{name: getattr(UNTIED, name) for name in UNTIED.__slots__}, "vocab_size": 9, "ffn_dim": 24})
+    model = transformer_lm(tiny)
+    for version in (1, 2):
+        told = bands(model, Wrapping(version, SIZE))
+        assert told[0].first == 1
+        assert told[-1].last is None
+        of_each = {
+            threshold: [unit.name for unit in units(model, Wrapping(version, SIZE, min_num_params=threshold))]
+            for threshold in range(1, model.root.size + 3)
+        }
+        changes = [1, *(each for each in range(2, model.root.size + 3) if of_each[each] != of_each[each - 1])]
+        assert [band.first for band in told] == changes
+        for band in told:
+            assert (
+                [unit.name for unit in band.units] == of_each[band.first] == of_each.get(band.last, of_each[band.first])
+            )
+
+
+def test_peak_is_the_root_and_the_two_largest_neighbours() -> None:
+    model, sharding = transformer_lm(UNTIED), Sharding(1, 2)
+    block, root = 4 * UNTIED.block_parameters, 4 * (UNTIED.total_parameters - 2 * UNTIED.block_parameters)
+    reshards = Wrapping(1, CLASS, BLOCK)
+    found = peaks(model, units(model, reshards), sharding)
+    assert found == {"": root + 2 * block, "blocks.0": root + 2 * block, "blocks.1": root + 2 * block}
+    three = transformer_lm(
+        ModelShape(**{**{name: getattr(UNTIED, name) for name in UNTIED.__slots__}, "num_layers": 3})
+    )
+    assert peaks(three, units(three, reshards), sharding)[""] == root + 2 * block
+    keeps = replace(reshards, reshards=False)
+    assert peaks(three, units(three, keeps), sharding)[""] == root + 3 * block
+
+
+def test_shared_weights_in_two_units_and_lists_of_modules_are_told() -> None:
+    tied = transformer_lm(TIED)
+    split = split_parameters(tied, units(tied, Wrapping(1, SIZE, min_num_params=EMBEDDING)))
+    assert split == {"token_emb.weight": ["token_emb", "head"]}
+    assert not split_parameters(tied, units(tied, Wrapping(1, CLASS, BLOCK)))
+    inner = Module("layers", "ModuleList", children=(Module("layers.0", "Linear", {"layers.0.weight": (9, 9)}),))
+    model = Model(Module("", "Net", children=(replace(inner, has_forward=False),)))
+    assert [each.name for each in refused(model, Wrapping(2, SIZE, min_num_params=80))] == ["layers"]
+    assert not refused(model, Wrapping(2, SIZE, min_num_params=81))
+    assert not refused(model, Wrapping(1, SIZE, min_num_params=80))
 
 
 def test_a_described_model_is_the_one_told_from_its_shape() -> None:

@@ -10,7 +10,7 @@ from accel_parallel.metrics import format_bytes, format_processes
 from accel_parallel.units import Unit, shard_sizes
 
 WIDTH = 80
-_LABEL = 30
+_LABEL = 26
 _TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _MOST_LINES = 12
 
@@ -47,7 +47,8 @@ def other_lines(plan: Plan, other: Plan) -> list[str]:
     """What the other version of FSDP would make of the same file."""
     version, unlike = plan.wrapping.version, other.wrapping.version
     ours, theirs = ({unit.name: unit for unit in each.units} for each in (plan, other))
-    lines = [f"{len(theirs)} units where version {version} has {len(ours)}"]
+    number_of = "1 unit" if len(theirs) == 1 else f"{len(theirs)} units"
+    lines = [f"{number_of} where version {version} has {len(ours)}"]
     for number, there, missing in ((version, ours, theirs), (unlike, theirs, ours)):
         only = [unit for name, unit in there.items() if name not in missing]
         if only:
@@ -91,7 +92,7 @@ def _unsharded(plan: Plan) -> str:
 
 
 def _table(plan: Plan) -> list[str]:
-    lines = [f"{'unit (xN: each of N)':{_LABEL}} {'parameters':>13} {'shard':>10} {'gathered':>13} {'peak':>10}"]
+    lines = [f"{'unit (xN: each of N)':{_LABEL}} {'parameters':>13} {'shard':>11} {'gathered':>15} {'peak':>11}"]
     for group in equal_units(plan.units):
         unit = group[0]
         held = 4 * max(shard_sizes(unit, plan.sharding))
@@ -104,7 +105,7 @@ def _table(plan: Plan) -> list[str]:
 
 def _row(label: str, size: int, held: int, gathered: str, peak: int) -> list[str]:
     """One line, or two if the name is long."""
-    numbers = f" {size:>13,} {format_bytes(held):>10} {gathered:>13} {format_bytes(peak):>10}"
+    numbers = f" {size:>13,} {format_bytes(held):>11} {gathered:>15} {format_bytes(peak):>11}"
     return [f"{label:{_LABEL}}{numbers}"] if len(label) <= _LABEL else [label, " " * _LABEL + numbers]
 
 
@@ -137,15 +138,15 @@ def _root(plan: Plan) -> list[str]:
     root = plan.units[0]
     if not root.parameters:
         return ["", "nothing stays in the root unit"]
-    groups: dict[tuple[str, tuple[int, ...]], int] = {}
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in root.parameters.items():
-        groups[pattern(name), shape] = groups.get((pattern(name), shape), 0) + 1
+        groups.setdefault((pattern(name), shape), []).append(name)
     shared = _shared(plan)
     lines = []
-    for (name, shape), count in groups.items():
-        times = f" x{count}" if count > 1 else ""
-        tied = f", shared with {', '.join(shared[name])}" if name in shared else ""
-        lines.append(f"  {name} ({' x '.join(map(str, shape))}){times}{tied}")
+    for (_, shape), names in groups.items():
+        times = f" x{len(names)}" if len(names) > 1 else ""
+        tied = f", shared with {', '.join(shared[names[0]])}" if names[0] in shared else ""
+        lines.append(f"  {_span(names)} ({' x '.join(map(str, shape))}){times}{tied}")
     rest = len(lines) - _MOST_LINES
     return ["", "in the root unit:", *lines[:_MOST_LINES], *([f"  and {rest} more"] if rest > 0 else [])]
 

@@ -57,6 +57,8 @@ def from_factory(name: str) -> Any:
     sys.path[:] = ["", *(entry for entry in sys.path if entry != "")]
     try:
         factory = getattr(importlib.import_module(module_name), attribute, None)
+    except ModuleNotFoundError as error:
+        raise ModelError(f"cannot import {module_name!r}: {error}") from error
     except Exception as error:
         raise ModelError(f"cannot import {module_name!r}: {_reason(error)}", hint=_place(error)) from error
     if factory is None:
@@ -164,7 +166,7 @@ def _reason(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str | None:
     """The line of the model's own code that failed, the innermost."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     return f"in {frames[-1].filename}:{frames[-1].lineno}" if len(frames) > 1 else None
 
 
