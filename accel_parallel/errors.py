@@ -5,6 +5,7 @@ AccelParallelError           exit 2
 ├── DataError                text, recipe or tokenizer cannot be used
 ├── RunError                 a run directory, a checkpoint or the disk
 ├── LaunchError              processes, devices, ports
+├── ModelError               a model that was named cannot be built
 ├── TrainingError            training itself cannot go on (a loss that is not finite)
 └── MismatchError            exit 1: what runs is not what was asked for
 """
@@ -93,6 +94,12 @@ class LaunchError(AccelParallelError):
     """Processes, devices or ports do not allow the launch."""
 
     code = "launch"
+
+
+class ModelError(AccelParallelError):
+    """A model of the user's cannot be imported or built."""
+
+    code = "model"
 
 
 class TrainingError(AccelParallelError):

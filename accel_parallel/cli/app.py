@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
     _config(_verb(verbs, config, "write an accelerate YAML file for every strategy from the specification"))
     _launch(_verb(verbs, launch, "train under a strategy, continuing its newest run"))
+    _explain(_verb(verbs, explain, "show which FSDP units a strategy or an accelerate file makes of a model"))
     _prepare(_verb(verbs, prepare, "read, tokenise and cache the text, without training"))
     _rehearse(_verb(verbs, rehearse, "run a file on CPU processes, really sharded, and compare with what it asks for"))
     _checkpoints(_verb(verbs, checkpoints, "list what a run has saved, verify it, or see where it loads"))
@@ -117,6 +118,21 @@ def rehearse(arguments: argparse.Namespace, output: Output) -> None:
         junit=arguments.junit,
     )
     result = rehearse_target(request, output.say)
+    output.finish(result.data, result.lines, result.problems, result.exit_code)
+
+
+def explain(arguments: argparse.Namespace, output: Output) -> None:
+    from accel_parallel.cli.explain import Request
+    from accel_parallel.cli.explain import explain as explain_target
+
+    request = Request(
+        target=arguments.target,
+        spec=arguments.spec,
+        sets=tuple(arguments.set),
+        num_processes=arguments.num_processes,
+        model=arguments.model,
+    )
+    result = explain_target(request)
     output.finish(result.data, result.lines, result.problems, result.exit_code)
 
 
@@ -227,6 +243,17 @@ def _rehearse(verb: Parser) -> None:
     verb.add_argument("--keep-precision", action="store_true", help="compute in the asked precision, slow on CPUs")
     verb.add_argument("--junit", type=Path, metavar="FILE", help="write the answers as JUnit XML too")
     _specification(verb)
+    _json(verb)
+
+
+def _explain(verb: Parser) -> None:
+    verb.add_argument(
+        "target", metavar="STRATEGY|FILE", help="a strategy of the catalogue, or any accelerate YAML file"
+    )
+    _specification(verb)
+    verb.add_argument("--num-processes", type=positive, metavar="N", help="processes on each machine")
+    text = "a model of yours instead: a folder with a Hugging Face config.json, or pkg.module:factory"
+    verb.add_argument("--model", metavar="MODEL", help=text)
     _json(verb)
 
 

@@ -3,9 +3,10 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def run_heavy(module: str, words: Sequence[str]) -> NoReturn:
@@ -19,13 +20,33 @@ def call_heavy(module: str, words: Sequence[str]) -> int:
 
     Interrupted or told to end, it first waits until the child has ended, who clears up.
     """
+    child = _start(module, words)
+    with _ending(child):
+        return child.wait()
+
+
+def heavy_answer(module: str, words: Sequence[str]) -> tuple[bytes, int]:
+    """What `python -m accel_parallel.train.<module>` printed on its standard output, and its exit code."""
+    child = _start(module, words, stdout=subprocess.PIPE)
+    with _ending(child):
+        printed, _ = child.communicate()
+    return printed, child.returncode
+
+
+def _start(module: str, words: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
     signal.signal(signal.SIGTERM, _end)
     # Inherited: in the child Ctrl-C would be a traceback while it still imports. SIGTERM ends it at any time.
     answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-m", f"accel_parallel.train.{module}", *words])
+    child = subprocess.Popen([sys.executable, "-m", f"accel_parallel.train.{module}", *words], **options)
     signal.signal(signal.SIGINT, answer)
+    return child
+
+
+@contextmanager
+def _ending(child: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Whatever ends this process while it waits inside ends the child first."""
     try:
-        return child.wait()
+        yield
     except BaseException:
         child.terminate()
         child.wait()

@@ -40,6 +40,25 @@ def find_target(
     return _strategy(target, spec, sets, num_processes, own_loop)
 
 
+def find_to_explain(
+    target: str, spec: Path | None, sets: tuple[str, ...], num_processes: int | None, *, own_model: bool
+) -> Target:
+    """As `find_target`, for what starts nothing: of a file, too, the environment is told whatever the model is.
+
+    A specification's batch and precision have no part in it, and a class to wrap may be one that is not there.
+    """
+    if target in STRATEGIES or not names_a_file(target):
+        return _strategy(target, spec, sets, num_processes, own_model)
+    file = read_file(Path(target))
+    _refuse_decided(file, sets)
+    machines, processes = _world(file, num_processes)
+    exported = _environment(file)
+    _check_values(file, classes=False)
+    _check_sizes(file, exported, machines * processes)
+    found = read_spec(find_spec(spec), sets).resolve().with_world(machines, processes)
+    return Target(file.path.stem, file.text, found, exported, notes=(file.ignored,) if file.ignored else ())
+
+
 def _strategy(
     name: str, spec_path: Path | None, sets: tuple[str, ...], num_processes: int | None, own_loop: bool
 ) -> Target:
@@ -108,13 +127,14 @@ def _check_sizes(file: AccelerateFile, exported: dict[str, str], total: int) -> 
         raise LaunchError(f"{file.path}: {message}")
 
 
-def _check_values(file: AccelerateFile) -> None:
+def _check_values(file: AccelerateFile, *, classes: bool = True) -> None:
     section = file.config.get("fsdp_config")
     if file.kind == "FSDP" and isinstance(section, dict):
         values = {key if str(key).startswith("fsdp") else f"fsdp_{key}": section[key] for key in section}
         try:
             check_values(values)
-            check_classes(values)
+            if classes:
+                check_classes(values)
         except LaunchError as error:
             raise LaunchError(f"{file.path}: {error.message}", hint=error.hint) from None
 

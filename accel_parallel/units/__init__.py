@@ -3,7 +3,7 @@
 from accel_parallel.units.cost import Sharding, padded_size, peaks, shard_sizes, traffic
 from accel_parallel.units.thresholds import Band, bands
 from accel_parallel.units.tree import Model, Module, Shape, model_of, transformer_lm
-from accel_parallel.units.wrap import Unit, Wrapping, refused, split_parameters, units
+from accel_parallel.units.wrap import Unit, Wrapping, refused, split_parameters, units, wrapped
 
 __all__ = [
     "Band",
@@ -23,4 +23,5 @@ __all__ = [
     "traffic",
     "transformer_lm",
     "units",
+    "wrapped",
 ]

@@ -136,5 +136,7 @@ def _visits(module: Module, unit_of: dict[str, Unit]) -> Iterator[tuple[Unit, bo
 def _flat_size(unit: Unit, sharding: Sharding) -> int:
     """A process's part of the flat parameter of version 1."""
     step = ALIGNMENT // sharding.param_bytes if sharding.aligned else 1
-    flat = sum(-(-prod(shape) // step) * step for shape in unit.parameters.values())
+    flat = 0
+    for shape in unit.parameters.values():
+        flat = -(-flat // step) * step + prod(shape)
     return -(-flat // sharding.shard_size)

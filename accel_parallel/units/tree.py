@@ -65,6 +65,8 @@ class Model:
     final_norm: str | None = None
     no_split: tuple[str, ...] = ()
     """Classes that are wrapped where none is named: `_no_split_modules` of Hugging Face's models."""
+    fails_version2: str | None = None
+    """Why Accelerate's version 2 cannot find those modules."""
 
     @cached_property
     def modules(self) -> Mapping[str, Module]:
@@ -81,8 +83,8 @@ class Model:
 
 def model_of(tree: Mapping[str, Any]) -> Model:
     """The model that `accel_parallel.train.model_tree` described."""
-    names = (tree["input_embedding"], tree["output_embedding"], tree["final_norm"])
-    return Model(_module_of(tree["root"]), *names, no_split=tuple(tree["no_split"]))
+    keys = ("input_embedding", "output_embedding", "final_norm", "fails_version2")
+    return Model(_module_of(tree["root"]), no_split=tuple(tree["no_split"]), **{key: tree[key] for key in keys})
 
 
 def transformer_lm(shape: ModelShape) -> Model:

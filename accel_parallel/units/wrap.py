@@ -11,6 +11,7 @@ from math import prod
 from accel_parallel.units.tree import Model, Module, Shape
 
 Large = Callable[[int], bool]
+_WHOLE = ("MultiheadAttention",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,10 @@ def wrapped(model: Model, wrapping: Wrapping, large: Large | None = None) -> lis
     elif wrapping.policy == "SIZE_BASED_WRAP" and threshold > 0:  # Accelerate takes 0 for no policy
         large = large or (lambda size: size >= threshold if version1 else size > threshold)
         # Version 2 asks every module for all it holds, in units or not.
-        found = _by_remainder(root, large)[0] if version1 else [each.name for each in below if large(each.size)]
+        if version1:
+            found = _by_remainder(root, large, () if wrapping.low_precision else _WHOLE)[0]
+        else:
+            found = [each.name for each in below if large(each.size)]
     else:
         return []
     if version1 and wrapping.low_precision:
@@ -125,15 +129,18 @@ def _add_ends(groups: dict[str, tuple[str, bool]], model: Model, wrapping: Wrapp
     groups.update(dict.fromkeys(tail, (first, False)))
 
 
-def _by_remainder(module: Module, large: Large) -> tuple[list[str], int]:
-    """Version 1, children first: a unit is a module of which much is in no unit inside it. Names, and their sizes."""
+def _by_remainder(module: Module, large: Large, whole: tuple[str, ...]) -> tuple[list[str], int]:
+    """Version 1, children first: a unit is a module of which much is in no unit inside it. Names, and their sizes.
+
+    Lists of modules are none, nor what is of the classes `whole`, which are not looked into either.
+    """
     size = module.size
-    if not large(size):
+    if not large(size) or module.is_a(*whole):
         return [], 0
     names: list[str] = []
     inside = 0
-    for child in () if module.is_a("MultiheadAttention") else module.children:
-        found, held = _by_remainder(child, large)
+    for child in module.children:
+        found, held = _by_remainder(child, large, whole)
         names += found
         inside += held
     if module.name and large(size - inside) and not module.is_container:
@@ -148,12 +155,12 @@ def _owned(root: Module, unit_of: Mapping[str, str]) -> dict[str, dict[str, Shap
 
     def visit(module: Module, unit: str) -> None:
         inner = unit_of.get(module.name, unit)
-        for child in module.children:
-            visit(child, inner)
         for name, shape in module.own.items():
             if name not in taken:
                 taken.add(name)
                 owned[inner][name] = shape
+        for child in module.children:
+            visit(child, inner)
 
     visit(root, "")
     return owned
