@@ -98,7 +98,7 @@ def _built() -> Iterator[tuple[str, Any]]:
         if plugin is not None:
             yield from _fields(name, plugin)
     if parallelism is not None:
-        (lambda x: None)(
+        parallelism._validate_accelerator(
             SimpleNamespace(
                 multi_device=str(state.distributed_type).startswith("MULTI_") and state.num_processes > 1,
                 num_processes=state.num_processes,
