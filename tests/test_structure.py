@@ -26,9 +26,9 @@ FLOORS = {
     "train/control": 2, "train/failure": 2,
     "train/status": 3, "train/prepare": 3,
     "train/runtime": 4,
-    "train/checkpoint": 5, "train/meter": 5, "train/evaluate": 5, "train/probe": 5, "train/script": 5,
-    "train/report": 6, "train/initialize": 6, "train/saved": 6,
-    "train/loop": 7, "train/export": 7, "train/generate_text": 7,
+    "train/checkpoint": 5, "train/meter": 5, "train/evaluate": 5, "train/probe": 5,
+    "train/watch_script": 6, "train/report": 6, "train/initialize": 6, "train/saved": 6,
+    "train/script": 7, "train/loop": 7, "train/export": 7, "train/generate_text": 7,
     "train/session": 8,
     "train/__main__": 9,
 }  # fmt: skip
