@@ -211,6 +211,11 @@ def peak_allocated(step: Callable[[], None], after: Callable[[], None], *, times
     return min(peaks[2:])
 
 
+def storage_bytes(*values: Any) -> int:
+    """Bytes of the storages under all tensors in `values` (tensors, lists, dicts), each counted once."""
+    return _bytes(_storages(values))
+
+
 def _ignore(phase: str) -> None:
     return None
 
