@@ -14,8 +14,8 @@ import pytest
 
 from accel_parallel.accelerate_yaml import loads, render_file
 from accel_parallel.cli import main
-from accel_parallel.cli.app import LAUNCH_EPILOG
 from accel_parallel.cli.target import find_target
+from accel_parallel.cli.words import LAUNCH_EPILOG
 from accel_parallel.launch import launcher_environment as without_traces
 from accel_parallel.launch import shell_environment
 from accel_parallel.spec import read_spec

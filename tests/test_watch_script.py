@@ -1,10 +1,6 @@
 """Scripts as people write them, unmodified, under --observe: what is seen against what can be computed by hand."""
 
-import json
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.workers import launcher_environment, run_processes
 
@@ -32,12 +28,25 @@ def _run(argv: list[str], log: str) -> int:
 
 
 if __name__ == "__main__":
-    import sys, tempfile
+    import sys
+    import tempfile
 
-    cfg = {"ddp": DDP}.get(sys.argv[1]) or FSDP.format(version=sys.argv[1][-1], cls=sys.argv[3], more="fsdp_cpu_ram_efficient_loading: true" if len(sys.argv) < 7 else sys.argv[6])
+    cfg = {"ddp": DDP}.get(sys.argv[1]) or FSDP.format(
+        version=sys.argv[1][-1],
+        cls=sys.argv[3],
+        more="fsdp_cpu_ram_efficient_loading: true" if len(sys.argv) < 7 else sys.argv[6],
+    )
     d = tempfile.mkdtemp()
     extra = sys.argv[5].split() if len(sys.argv) > 5 else []
-    print(run_processes(_run, launcher_environment(cfg), 2, [*extra, "--observe", d, f"{SCRIPTS}/{sys.argv[2]}.py " + sys.argv[4].replace("TMP", d)], d + "/log"))
+    print(
+        run_processes(
+            _run,
+            launcher_environment(cfg),
+            2,
+            [*extra, "--observe", d, f"{SCRIPTS}/{sys.argv[2]}.py " + sys.argv[4].replace("TMP", d)],
+            d + "/log",
+        )
+    )
     for f in sorted(Path(d).glob("log*")):
         print(f.read_text()[-3000:])
     print((Path(d) / "rank-00.json").read_text())

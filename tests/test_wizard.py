@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from accel_parallel.spec import Destination, destinations
-from tests import wizard
 from accel_parallel.train.pool import free_port
+from tests import wizard
 
 BIN = Path(sys.executable).parent
 TIMEOUT = 180

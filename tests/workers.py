@@ -164,4 +164,3 @@ def start_training(
 def log_of(status: Path) -> str:
     """What the workers have said so far, rank by rank."""
     return "".join(path.read_text() for path in sorted(status.glob("log-*.txt")))
-

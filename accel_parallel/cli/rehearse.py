@@ -29,9 +29,9 @@ REFERENCE = "single"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line said; `target` is None with `all`."""
+    """What the command line said; `targets` is empty with `all`."""
 
-    target: str | None
+    targets: tuple[str, ...]
     all: bool = False
     spec: Path | None = None
     sets: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Result:
 
 
 def rehearse(request: Request, say: Callable[[str], None]) -> Result:
-    """Rehearse one target, or all strategies. Raises AccelParallelError where nothing can be rehearsed at all."""
+    """Rehearse the targets, or all strategies. Raises AccelParallelError where nothing can be rehearsed at all."""
     names = _names(request)
     sets = (*SHORT, f"training.batch_size={_batch_size(names, request)}", *request.sets)
     found = [_find(name, sets, request) for name in names]
@@ -68,15 +68,12 @@ def rehearse(request: Request, say: Callable[[str], None]) -> Result:
     return Result(data, lines(results), exit_code=0 if holds else 1)
 
 
-def _names(request: Request) -> list[str]:
-    if (request.target is None) != request.all:
-        raise LaunchError("rehearse what? a strategy, an accelerate YAML file, or --all for every strategy")
-    if not request.all:
-        assert request.target is not None
-        return [request.target]
-    if request.num_processes is not None:
+def _names(request: Request) -> Sequence[str]:
+    if bool(request.targets) == request.all:
+        raise LaunchError("rehearse what? strategies or accelerate YAML files, or --all for every strategy")
+    if request.all and request.num_processes is not None:
         raise LaunchError("--all has processes of its own for each strategy", hint="leave --num-processes out")
-    return [strategy.name for strategy in CATALOGUE]
+    return [strategy.name for strategy in CATALOGUE] if request.all else request.targets
 
 
 def _batch_size(names: Sequence[str], request: Request) -> int:

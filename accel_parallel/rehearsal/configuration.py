@@ -17,7 +17,7 @@ def is_what_was_asked(processes: int, fsdp: bool, facts: Mapping[str, Any]) -> C
     mismatches = [facts["refused"]] if facts["refused"] else []
     if not facts["refused"] and facts["processes_started"] != processes:
         started = facts["processes_started"]
-        mismatches.append(f"asked for {processes} processes, Accelerate starts {started}: each trains a copy of its own")
+        mismatches.append(f"asked for {processes} processes, Accelerate starts {started}")
     mismatches += [_dead_line(station) for station in dead if "." in station["key"]]
     if fsdp and not facts["refused"] and not any(_name(station) == "auto_wrap_policy" for station in stations):
         mismatches.append(

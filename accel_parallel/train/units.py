@@ -15,7 +15,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from accel_parallel.train.probe import Collectives
-from accel_parallel.train.runtime.observe import clean_name
+from accel_parallel.train.runtime.observe import clean_name, local
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ def held_units(model: nn.Module) -> list[HeldUnit]:
             handle = module._handle
             assert handle is not None
             parameters = [clean_name(f"{name}.{fqn}".strip(".")) for fqn in handle.flat_param._fqns]
-            held = handle.flat_param._sharded_size.numel()  # type: ignore[attr-defined]
+            held = handle.flat_param._sharded_size.numel()
             found.append(HeldUnit(clean_name(name), tuple(sorted(parameters)), held))
         elif isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 places = [parameter._module_info for parameter in group.fsdp_params]
                 parameters = [f"{names[id(place.module)]}.{place.param_name}".strip(".") for place in places]
-                held = sum(parameter.sharded_param.to_local().numel() for parameter in group.fsdp_params)
+                held = sum(local(parameter.sharded_param).numel() for parameter in group.fsdp_params)
                 found.append(HeldUnit(clean_name(name), tuple(sorted(parameters)), held))
     return found
 

@@ -62,7 +62,7 @@ def observe(model: nn.Module, original: Original, step: Step, world_size: int, s
     return Observed(
         parallelism=parallelism,
         world_size=world_size,
-        local_elements=sum(_local(parameter).numel() for parameter in _unique_parameters(model)),
+        local_elements=sum(local(parameter).numel() for parameter in _unique_parameters(model)),
         largest_promised_shard=_largest_shard(model, original, parallelism, shard_size),
         units=units,
         compute_dtypes=frozenset(step.compute_dtypes),
@@ -130,7 +130,8 @@ def _unique_parameters(model: nn.Module) -> list[Tensor]:
     return [parameter for parameter in flat if parameter is not None] or list(model.parameters())
 
 
-def _local(parameter: Tensor) -> Tensor:
+def local(parameter: Tensor) -> Tensor:
+    """What this process holds of it."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

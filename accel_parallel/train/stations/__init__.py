@@ -6,7 +6,7 @@ they were is dead.
 """
 
 from accel_parallel.train.stations.keys import Station, stations
-from accel_parallel.train.stations.launcher import processes_started
+from accel_parallel.train.stations.launcher import Launch, launched, processes_started
 from accel_parallel.train.stations.worker import state_of
 
-__all__ = ["Station", "processes_started", "state_of", "stations"]
+__all__ = ["Launch", "Station", "launched", "processes_started", "state_of", "stations"]

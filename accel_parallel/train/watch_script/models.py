@@ -31,7 +31,9 @@ class Before:
         return cls(Original.of(model), type(model).__name__, size, trainable)
 
 
-def describe(model: nn.Module, before: Before, accelerator: Accelerator, own_plugin: bool, asked: Asked) -> dict[str, Any]:
+def describe(
+    model: nn.Module, before: Before, accelerator: Accelerator, own_plugin: bool, asked: Asked
+) -> dict[str, Any]:
     """A prepared model, which has not run yet. Sizes in elements unless they are called bytes."""
     shard_size = _shard_size(accelerator, asked) if own_plugin else asked.shard_size
     observed = observe(model, before.original, Step(), accelerator.num_processes, shard_size)

@@ -1,28 +1,17 @@
-"""What one training step of a prepared model costs a process: collectives, bytes at rest, peak of allocated bytes.
+"""The collectives of a process, counted where they are called, and the storages of tensors. Seen on torch 2.13."""
 
-Knows neither how the model is spread over the processes nor how the step is made. Bytes are those of storages, padding
-included; nothing is estimated. Seen on torch 2.13, gloo, CPU.
-"""
-
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Phase = Callable[[str], None]
-"""Called with a name, says that everything from here on belongs to that part of the step."""
-TrainingStep = Callable[[Phase], None]
-"""Forward pass, backward pass and optimizer step; leaves the gradients where they are."""
-
-_STEP = "accel_parallel.probe.step"
 _NAMESPACES = ("c10d", "_c10d_functional")
 # The start of an operator's name decides, so reduce_scatter stands before reduce. Left out: what moves no tensors
 # (barrier, wait_tensor), recv (its sender counts), and gather and scatter, whose size only the root sees.
@@ -118,106 +107,12 @@ class Collectives(TorchDispatchMode):
         kind = _kind(func._schema.name.partition("::")[2])
         if kind is None:
             return
-        operands = [list(_tensors(operand)) for operand in (*arguments, result)]
+        operands = [list(tensors_of(operand)) for operand in (*arguments, result)]
         whole = max(sum(tensor.nbytes for tensor in operand) for operand in operands)
         self._seen.setdefault((self.phase, kind, _group_size(arguments)), []).append(whole)
         if self.unit is not None:
             self._of_units.setdefault((self.unit, kind), []).append(whole)
-        self.storages |= _storages(operands)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of one process. A storage counts once, however many tensors show it."""
-
-    parameters: int
-    gradients: int
-    """After the optimizer step, before they are cleared."""
-    optimizer_state: int
-    between_steps: int
-    """Parameters, optimizer state, and whatever of gradients and of collectives' tensors survives the clearing."""
-    peak: int
-    """Most bytes allocated at one moment of a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """One step, as one process sees it."""
-
-    traffic: list[Traffic]
-    units: list[UnitTraffic]
-    memory: Memory
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "traffic": [item.to_dict() for item in self.traffic]}
-
-
-def observe_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    step: TrainingStep,
-    *,
-    peak_of: int = 3,
-    naming: Callable[["Collectives"], AbstractContextManager[None]] = lambda collectives: nullcontext(),
-) -> StepCost:
-    """Collective. Take two steps to settle, one to count collectives and bytes, and the peak of `peak_of` more.
-
-    DDP rearranges its buckets after its first backward pass and tells the others while it does the second. `naming`
-    may tell the counter for which unit each collective is.
-    """
-    for _ in range(2):
-        step(_ignore)
-        optimizer.zero_grad()
-    collectives = Collectives()
-    with naming(collectives), collectives:
-        step(collectives.enter)
-    parameters = _storages(list(model.parameters()))
-    gradients = _storages([parameter.grad for parameter in model.parameters()])
-    state = _storages(list(optimizer.state.values()))
-    gradient_bytes = _bytes(gradients)
-    optimizer.zero_grad()
-    resting = _bytes(parameters | gradients | state | collectives.storages)
-    memory = Memory(
-        parameters=_bytes(parameters),
-        gradients=gradient_bytes,
-        optimizer_state=_bytes(state),
-        between_steps=resting,
-        peak=resting + peak_allocated(lambda: step(_ignore), optimizer.zero_grad, times=peak_of),
-    )
-    return StepCost(collectives.traffic, collectives.unit_traffic, memory)
-
-
-def peak_allocated(step: Callable[[], None], after: Callable[[], None], *, times: int) -> int:
-    """Bytes of CPU memory that `step` holds at its most greedy moment, beyond what is there when it begins.
-
-    The least of several steps in a row, each followed by `after`: torch's profiler does not see what is freed on gloo's
-    threads (torch 2.13), so a step may look greedier than it is. One more step goes before them, because it does not
-    see either how that one frees what is older than the profile (version 1 of FSDP: the gradients).
-    """
-    with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
-        for _ in range(times + 1):
-            with torch.autograd.profiler.record_function(_STEP):
-                step()
-            after()
-    assert profile.kineto_results is not None
-    held, at_start, peaks = 0, 0, [0]
-    for event in sorted(profile.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == _STEP:
-            at_start = held
-            peaks.append(0)
-        elif event.name() == "[memory]" and event.device_type().name == "CPU":
-            held += event.nbytes()
-            peaks[-1] = max(peaks[-1], held - at_start)
-    return min(peaks[2:])
-
-
-def storage_bytes(*values: Any) -> int:
-    """Bytes of the storages under all tensors in `values` (tensors, lists, dicts), each counted once."""
-    return _bytes(_storages(values))
-
-
-def _ignore(phase: str) -> None:
-    return None
+        self.storages |= storages_of(operands)
 
 
 def _kind(operator: str) -> str | None:
@@ -238,21 +133,26 @@ def _group_size(arguments: list[Any]) -> int:
     raise AssertionError("a collective without a process group")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value.to_local() if isinstance(value, DTensor) else value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_of(list(value.values()))
 
 
-def _storages(value: Any) -> set[StorageWeakRef]:
-    return {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(value)}
+def storages_of(value: Any) -> set[StorageWeakRef]:
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_of(value)}
 
 
-def _bytes(storages: Iterable[StorageWeakRef]) -> int:
+def bytes_of(storages: Iterable[StorageWeakRef]) -> int:
     """What is still there of them, each as large as it is now."""
     alive = (torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in storages)
     return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def storage_bytes(*values: Any) -> int:
+    """Bytes of the storages under all tensors in `values` (tensors, lists, dicts), each counted once."""
+    return bytes_of(storages_of(values))
