@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_parallel.accelerate_yaml import names_a_file, read_file, render_file
+import yaml
+
+from accel_parallel.accelerate_yaml import loads, names_a_file, read_file, render_file
 from accel_parallel.cli.heavy import call_heavy
 from accel_parallel.cli.target import Target, find_target
 from accel_parallel.errors import LaunchError, Problem, RunError
@@ -62,7 +64,7 @@ def rehearse(request: Request, say: Callable[[str], None]) -> Result:
         rehearsals = iter(_run(targets, sets, request, Path(name)))
         results = [next(rehearsals) if isinstance(each, Target) else each for each in found]
     if request.junit:
-        write_atomic(request.junit, to_junit(results))
+        _write(request.junit, to_junit(results))
     holds = all(result.holds for result in results)
     data = {"holds": holds, "rehearsals": [result.to_dict() for result in results]}
     return Result(data, lines(results), exit_code=0 if holds else 1)
@@ -135,7 +137,7 @@ def _run(targets: Sequence[Target], sets: tuple[str, ...], request: Request, fol
     ]
     places = [folder / f"{number:02d}" for number in range(len(targets))]
     for place, target, spec in zip(places, targets, specs, strict=True):
-        tasks.append({**_task(place, target.name, target.config, spec, request), "reference": False})
+        tasks.append({**_task(place, target.name, _config(target), spec, request), "reference": False})
     write_atomic(folder / "tasks.json", json.dumps(tasks))
     code = call_heavy("rehearse", [str(folder)])
     facts = [_facts(place, code) for place in places]
@@ -170,6 +172,13 @@ def _reference(spec: RunSpec) -> tuple[str, RunSpec]:
     return render_file(alone, STRATEGIES[REFERENCE], source="spec.yaml"), alone
 
 
+def _config(target: Target) -> str:
+    """The file, with the number of processes that the command line gives instead of it."""
+    if not target.launcher_arguments:
+        return target.config
+    return yaml.safe_dump({**loads(target.config), "num_processes": target.spec.num_processes}, sort_keys=False)
+
+
 def _task(folder: Path, name: str, config: str, spec: RunSpec, request: Request) -> dict[str, Any]:
     folder.mkdir()
     (folder / "accelerate.yaml").write_text(config, encoding="utf-8")
@@ -181,6 +190,13 @@ def _task(folder: Path, name: str, config: str, spec: RunSpec, request: Request)
         "machines": spec.distributed.num_machines,
         "keep_precision": request.keep_precision,
     }
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}", hint="name another file with --junit") from None
 
 
 def _facts(folder: Path, code: int) -> dict[str, Any]:

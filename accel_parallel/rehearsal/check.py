@@ -18,10 +18,6 @@ class Check:
     table: tuple[str, ...] = ()
     """What was seen, for a person."""
 
-    @property
-    def answer(self) -> str:
-        return "not seen" if self.holds is None else "yes" if self.holds else "NO"
-
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,

@@ -11,7 +11,7 @@ from accel_parallel.shapes import ModelShape
 from accel_parallel.units import Sharding, Unit, Wrapping, padded_size, shard_sizes, traffic, transformer_lm, units
 
 SHARDED = "is it sharded?"
-SENDS = "what does it send?"
+SENDS = "does it send what it should?"
 BYTES = 4
 """Of a parameter, a gradient, or one of AdamW's two moments at rest: float32."""
 STEP_BYTES = 4
@@ -83,7 +83,8 @@ def is_sharded(promise: Promise, ranks: Sequence[Mapping[str, Any]]) -> Check:
     mismatches += _other_units(promise, ranks[0]["units"])
     whole = promise.shape.total_parameters
     share = max(promise.held(rank["rank"]) for rank in ranks) / whole
-    summary = f"{len(promise.units)} units, " if promise.units else ""
+    number = len(promise.units)
+    summary = f"{number} {'unit' if number == 1 else 'units'}, " if number else ""
     summary += f"each process holds {share:.1%} of {whole:,} parameters"
     header = ["rank", "parameters", "gradients", "optimizer", "at rest", "peak", "promised"]
     lines = (*table(header, rows), *_unit_table(promise, ranks[0]["units_traffic"]))

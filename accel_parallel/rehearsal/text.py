@@ -30,9 +30,16 @@ def _block(rehearsal: Rehearsal, *, detailed: bool) -> list[str]:
     verdict = "as asked" if rehearsal.holds else "NOT as asked"
     found += _wrapped(f"{rehearsal.title}: {verdict} ({rehearsal.seconds:.0f} s)", "", "  ")
     for check in rehearsal.checks:
-        found += _wrapped(f"  {check.question:26} {check.answer:8}  {check.summary}", "", " " * 39)
+        if check.holds is not None:
+            found += _wrapped(
+                f"  {check.question:28} {'yes' if check.holds else 'NO':3}  {check.summary}", "", " " * 36
+            )
         for mismatch in check.mismatches:
             found += _wrapped(mismatch, "    - ", "      ")
+    unseen = [check for check in rehearsal.checks if check.holds is None]
+    if unseen:
+        questions = " ".join(check.question for check in unseen)
+        found += _wrapped(f"not seen, as {unseen[0].summary}: {questions}", "  ", "    ")
     return [*found, *(f"  {note}" for note in rehearsal.notes), *([] if detailed else [""])]
 
 

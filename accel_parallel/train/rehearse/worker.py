@@ -1,7 +1,6 @@
 """One process of a rehearsed launch: the project's loop, and what this process sees of it."""
 
 import os
-import sys
 import time
 import warnings
 from dataclasses import dataclass
@@ -40,7 +39,10 @@ def rehearse_part(part: Part) -> dict[str, Any]:
     """Collective. What this process saw, or `{"error": ...}` with what stopped it, as `Problem.to_dict`."""
     rank = int(os.environ.get("RANK", "0"))
     part.run.mkdir(exist_ok=True)
-    sys.stdout = sys.stderr = (part.run / f"log-{rank}.txt").open("a", encoding="utf-8")
+    # Of the process and not only of Python: torch's C++ has things to say too.
+    log = os.open(part.run / f"log-{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     warnings.simplefilter("ignore")
     control = Control()
     try:
