@@ -28,11 +28,16 @@ from accel_parallel.units import (
 )
 from tests.workers import run_processes
 
+
+def changed(shape: ModelShape, **values: int | bool) -> ModelShape:
+    return ModelShape(**{**{name: getattr(shape, name) for name in shape.__slots__}, **values})
+
+
 BLOCK = ("TransformerBlock",)
 TIED = ModelShape(
     vocab_size=257, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=32, ffn_dim=64, seq_len=8, tie_embeddings=True
 )
-UNTIED = ModelShape(**{**{name: getattr(TIED, name) for name in TIED.__slots__}, "tie_embeddings": False})
+UNTIED = changed(TIED, tie_embeddings=False)
 EMBEDDING, HALF, MATRIX = 257 * 32, 3 * 32 * 64, 32 * 64
 # Below a matrix, a matrix, a feed-forward layer, a block, the embedding, all blocks, the whole model; and just beside.
 EDGES = (MATRIX, HALF, TIED.block_parameters, EMBEDDING, 2 * TIED.block_parameters, UNTIED.total_parameters)
@@ -255,8 +260,7 @@ def test_version_1_aligns_what_it_gathers() -> None:
 
 def test_bands_change_the_plan_and_nothing_between_does() -> None:
     """Against every single threshold of a model small enough to try them all."""
-    tiny = ModelShape(**{**{name: getattr(UNTIED, name) for name in UNTIED.__slots__}, "vocab_size": 9, "ffn_dim": 24})
-    model = transformer_lm(tiny)
+    model = transformer_lm(changed(UNTIED, vocab_size=9, ffn_dim=24))
     for version in (1, 2):
         told = bands(model, Wrapping(version, SIZE))
         assert told[0].first == 1
