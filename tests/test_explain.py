@@ -30,7 +30,7 @@ fsdp_config:
 """
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ACCEL_PARALLEL_SPEC", raising=False)
@@ -101,6 +101,8 @@ def _gathered(model: Any) -> int:
         elif isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 outputs = [output for each in group.fsdp_params for output in each.all_gather_outputs]
+                if group._all_gather_result is not None:  # gathered ahead, and not yet cut into parameters
+                    outputs.append(group._all_gather_result.all_gather_output)
                 total += sum(output.untyped_storage().size() for output in outputs)
     return total
 
