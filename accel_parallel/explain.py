@@ -23,6 +23,7 @@ from accel_parallel.units import (
     peaks,
     refused,
     shard_sizes,
+    sharded_twice,
     split_parameters,
     traffic,
     units,
@@ -115,6 +116,10 @@ class Plan:
             text = f"{module.name} is a {module.class_name} of {module.size:,} parameters, which version 2 is to wrap "
             hint = "TRANSFORMER_BASED_WRAP with the class of a layer, or version 1"
             found.append(Problem(f"{text}and refuses: it has no forward pass", code="explain-container", hint=hint))
+        for end, name in sharded_twice(self.model, self.wrapping)[:1]:
+            text = f"{end} is inside of {name}, a unit, and version 2 makes one of it afterwards: torch fails"
+            hint = "wrap the class of a layer, or use version 1"
+            found.append(Problem(text, code="explain-twice", hint=hint))
         return found
 
     def _nothing_wrapped(self) -> Problem:
@@ -243,7 +248,9 @@ def size_steps(made: Plan) -> list[Step]:
         at = replace(made, wrapping=replace(made.wrapping, policy="SIZE_BASED_WRAP", min_num_params=band.first))
         lists = refused(made.model, at.wrapping)
         split = split_parameters(made.model, band.units)
-        fails = f"{lists[0].class_name} refused" if lists else "tied weights in two units" if split else None
+        twice = sharded_twice(made.model, at.wrapping)
+        fails = f"{lists[0].class_name} refused" if lists else f"{twice[0][0]} sharded twice" if twice else None
+        fails = fails or ("tied weights in two units" if split else None)
         current = band.first <= made.wrapping.min_num_params <= (band.last or made.wrapping.min_num_params)
         steps.append(Step(band.first, band.last, _classes(band.units), current, fails))
     return steps
