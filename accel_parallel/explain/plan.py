@@ -115,7 +115,7 @@ class Plan:
             text = f"{module.name} is a {module.class_name} of {module.size:,} parameters, which version 2 is to wrap "
             hint = "TRANSFORMER_BASED_WRAP with the class of a layer, or version 1"
             found.append(Problem(f"{text}and refuses: it has no forward pass", code="explain-container", hint=hint))
-        for end, name in sharded_twice(self.model, self.wrapping)[:1]:
+        for end, name in [] if found else sharded_twice(self.model, self.wrapping)[:1]:
             text = f"{end} is inside of {name}, a unit, and version 2 makes one of it afterwards: torch fails"
             hint = "wrap the class of a layer, or use version 1"
             found.append(Problem(text, code="explain-twice", hint=hint))
