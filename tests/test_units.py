@@ -21,6 +21,7 @@ from accel_parallel.units import (
     peaks,
     refused,
     shard_sizes,
+    sharded_twice,
     split_parameters,
     traffic,
     transformer_lm,
@@ -28,11 +29,16 @@ from accel_parallel.units import (
 )
 from tests.workers import run_processes
 
+
+def changed(shape: ModelShape, **values: int | bool) -> ModelShape:
+    return ModelShape(**{**{name: getattr(shape, name) for name in shape.__slots__}, **values})
+
+
 BLOCK = ("TransformerBlock",)
 TIED = ModelShape(
     vocab_size=257, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=32, ffn_dim=64, seq_len=8, tie_embeddings=True
 )
-UNTIED = ModelShape(**{**{name: getattr(TIED, name) for name in TIED.__slots__}, "tie_embeddings": False})
+UNTIED = changed(TIED, tie_embeddings=False)
 EMBEDDING, HALF, MATRIX = 257 * 32, 3 * 32 * 64, 32 * 64
 # Below a matrix, a matrix, a feed-forward layer, a block, the embedding, all blocks, the whole model; and just beside.
 EDGES = (MATRIX, HALF, TIED.block_parameters, EMBEDDING, 2 * TIED.block_parameters, UNTIED.total_parameters)
@@ -69,6 +75,14 @@ def foreign(version: int) -> list[Case]:
         found += [Case("llama", Wrapping(1, SIZE, min_num_params=size)) for size in (1_000, 2_000, 8_000, 20_000)]
         found += [Case("other", Wrapping(1, SIZE, min_num_params=size)) for size in (10, 60, 100, 300)]
     return found
+
+
+def failing(version: int) -> list[Case]:
+    """What torch fails on: a list of layers, an embedding inside of a unit, and, in a step, a weight in two units."""
+    split = Case(TIED, Wrapping(version, SIZE, min_num_params=EMBEDDING - 1))
+    lists = [Case(name, Wrapping(2, SIZE, min_num_params=3_000)) for name in ("llama", "tied llama")]
+    twice = Case("llama", Wrapping(2, SIZE, min_num_params=7_500))
+    return [*lists, twice, split] if version == 2 else [split]
 
 
 def _build(source: Any) -> Any:
@@ -138,8 +152,13 @@ def _wrap_all(cases: list[Case]) -> list[dict[str, Any]]:
         accelerator = accelerator or Accelerator(fsdp_plugin=plugin)
         AcceleratorState._shared_state["fsdp_plugin"] = plugin
         optimizer = torch.optim.AdamW(model.parameters())
-        prepared, _ = accelerator.prepare(model, optimizer)
-        step = _step(prepared, case.source) if wrapping.policy != SIZE and case.source != "other" else None
+        stepped = case.source != "other" and (wrapping.policy != SIZE or case in failing(wrapping.version))
+        try:
+            prepared, _ = accelerator.prepare(model, optimizer)
+            step = _step(prepared, case.source) if stepped else None
+        except Exception as error:
+            found.append({"tree": tree, "error": str(error)})
+            continue
         found.append({"tree": tree, "units": _seen(prepared, wrapping.version), "traffic": step})
         # Of the next model; this one's is not trained.
         accelerator._models.clear()
@@ -192,12 +211,12 @@ def _step(model: Any, source: Any) -> dict[str, Any]:
 
 
 @cache
-def real() -> list[tuple[Case, Model, list[dict[str, Any]]]]:
+def everything() -> list[tuple[Case, Model, list[dict[str, Any]]]]:
     """Every case, its model as told, and what each of two ranks saw."""
     found = []
     for version in (1, 2):
         own = [Case(shape, each) for shape in (TIED, UNTIED) for each in wrappings(shape) if each.version == version]
-        cases = [*own, *foreign(version)]
+        cases = [*own, *foreign(version), *failing(version)]
         environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": str(version)}
         results = run_processes(_wrap_all, environment, 2, cases)
         assert [kind for kind, _ in results] == ["ok", "ok"], results
@@ -206,6 +225,20 @@ def real() -> list[tuple[Case, Model, list[dict[str, Any]]]]:
             ours = isinstance(case.source, ModelShape)
             found.append((case, transformer_lm(case.source) if ours else model_of(ranks[0]["tree"]), ranks))
     return found
+
+
+def real() -> list[tuple[Case, Model, list[dict[str, Any]]]]:
+    return [each for each in everything() if each[0] not in failing(each[0].wrapping.version)]
+
+
+def test_what_fails_is_told() -> None:
+    for case, model, ranks in everything():
+        found = units(model, case.wrapping)
+        lists, twice = refused(model, case.wrapping), sharded_twice(model, case.wrapping)
+        told = bool(lists or twice or split_parameters(model, found))
+        assert [told, told] == ["error" in rank for rank in ranks] == [case in failing(case.wrapping.version)] * 2, case
+        if lists:
+            assert all("containers that do not implement forward" in rank["error"] for rank in ranks), case
 
 
 def test_units_are_those_that_are_wrapped() -> None:
@@ -255,8 +288,7 @@ def test_version_1_aligns_what_it_gathers() -> None:
 
 def test_bands_change_the_plan_and_nothing_between_does() -> None:
     """Against every single threshold of a model small enough to try them all."""
-    tiny = ModelShape(**{**{name: getattr(UNTIED, name) for name in UNTIED.__slots__}, "vocab_size": 9, "ffn_dim": 24})
-    model = transformer_lm(tiny)
+    model = transformer_lm(changed(UNTIED, vocab_size=9, ffn_dim=24))
     for version in (1, 2):
         told = bands(model, Wrapping(version, SIZE))
         assert told[0].first == 1

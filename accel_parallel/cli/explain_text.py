@@ -3,9 +3,10 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import wrap
+from typing import Any
 
 from accel_parallel.asked import Parallelism
-from accel_parallel.explain import Plan, Step, equal_units, pattern
+from accel_parallel.explain import Plan, Step
 from accel_parallel.metrics import format_bytes, format_processes
 from accel_parallel.units import Unit, shard_sizes
 
@@ -52,7 +53,7 @@ def other_lines(plan: Plan, other: Plan) -> list[str]:
     for number, there, missing in ((version, ours, theirs), (unlike, theirs, ours)):
         only = [unit for name, unit in there.items() if name not in missing]
         if only:
-            lines.append(f"only in version {number}: {', '.join(map(_label, equal_units(only)))}")
+            lines.append(f"only in version {number}: {', '.join(map(_label, _equal_units(only)))}")
     if plan.asked.sharding_strategy != other.asked.sharding_strategy:
         keys = {1: "fsdp_sharding_strategy", 2: "fsdp_reshard_after_forward"}
         lines.append(
@@ -93,7 +94,7 @@ def _unsharded(plan: Plan) -> str:
 
 def _table(plan: Plan) -> list[str]:
     lines = [f"{'unit (xN: each of N)':{_LABEL}} {'parameters':>13} {'shard':>11} {'gathered':>15} {'peak':>11}"]
-    for group in equal_units(plan.units):
+    for group in _equal_units(plan.units):
         unit = group[0]
         held = 4 * max(shard_sizes(unit, plan.sharding))
         gathered = f"{plan.gathers(unit)} x {format_bytes(plan.gathered(unit))}" if unit.parameters else "-"
@@ -140,7 +141,7 @@ def _root(plan: Plan) -> list[str]:
         return ["", "nothing stays in the root unit"]
     groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in root.parameters.items():
-        groups.setdefault((pattern(name), shape), []).append(name)
+        groups.setdefault((_pattern(name), shape), []).append(name)
     shared = _shared(plan)
     lines = []
     for (_, shape), names in groups.items():
@@ -176,8 +177,8 @@ def _span(names: Sequence[str]) -> str:
     if all(len(each) == 1 for each in numbers):
         found = [int(each[0]) for each in numbers]
         if found == list(range(found[0], found[0] + len(found))):
-            return pattern(names[0]).replace("*", f"{found[0]}-{found[-1]}")
-    return pattern(names[0])
+            return _pattern(names[0]).replace("*", f"{found[0]}-{found[-1]}")
+    return _pattern(names[0])
 
 
 def _change(ours: int, theirs: int) -> str:
@@ -187,3 +188,17 @@ def _change(ours: int, theirs: int) -> str:
 
 def _fill(text: str, indent: str = "") -> Iterable[str]:
     return wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+def _equal_units(found: Sequence[Unit]) -> list[list[Unit]]:
+    """Units of one class with the same shapes, at places that differ only in numbers, together; in their order."""
+    groups: dict[Any, list[Unit]] = {}
+    for unit in found:
+        key = (_pattern(unit.name), unit.class_name, tuple(unit.parameters.values()), unit.reshards)
+        groups.setdefault(key, []).append(unit)
+    return list(groups.values())
+
+
+def _pattern(name: str) -> str:
+    """`blocks.3.attn` -> `blocks.*.attn`."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

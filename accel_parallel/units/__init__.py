@@ -3,7 +3,7 @@
 from accel_parallel.units.cost import Sharding, padded_size, peaks, shard_sizes, traffic
 from accel_parallel.units.thresholds import Band, bands
 from accel_parallel.units.tree import Model, Module, Shape, model_of, transformer_lm
-from accel_parallel.units.wrap import Unit, Wrapping, refused, split_parameters, units, wrapped
+from accel_parallel.units.wrap import Unit, Wrapping, refused, sharded_twice, split_parameters, units, wrapped
 
 __all__ = [
     "Band",
@@ -19,6 +19,7 @@ __all__ = [
     "peaks",
     "refused",
     "shard_sizes",
+    "sharded_twice",
     "split_parameters",
     "traffic",
     "transformer_lm",

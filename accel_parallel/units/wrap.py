@@ -99,6 +99,20 @@ def refused(model: Model, wrapping: Wrapping) -> list[Module]:
     return [module for module in found if module.is_container and not module.has_forward]
 
 
+def sharded_twice(model: Model, wrapping: Wrapping) -> list[tuple[str, str]]:
+    """Modules that version 2 makes units after a module around them became one, whose parameters they are already.
+
+    Each with the name of that module. torch 2.13 fails on it.
+    """
+    if wrapping.version == 1:
+        return []
+    names = wrapped(model, wrapping)
+    ends = (model.input_embedding, model.final_norm, model.output_embedding)
+    around = [(end, name) for end in ends if end and end not in names for name in names if end.startswith(f"{name}.")]
+    # Where several stand around it, the parameters are the innermost one's.
+    return list(dict(sorted(around, key=lambda pair: len(pair[1]))).items())
+
+
 def split_parameters(model: Model, found: list[Unit]) -> dict[str, list[str]]:
     """Shared parameters that modules of several units hold, with the names of those units. torch fails on them."""
     unit_of = {module: unit.name for unit in found for module in unit.modules}

@@ -4,8 +4,8 @@ Worked out from the launcher's environment and the tree of the model's modules; 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +18,11 @@ from accel_parallel.units import (
     Sharding,
     Unit,
     Wrapping,
-    bands,
     padded_size,
     peaks,
     refused,
     shard_sizes,
+    sharded_twice,
     split_parameters,
     traffic,
     units,
@@ -115,6 +115,10 @@ class Plan:
             text = f"{module.name} is a {module.class_name} of {module.size:,} parameters, which version 2 is to wrap "
             hint = "TRANSFORMER_BASED_WRAP with the class of a layer, or version 1"
             found.append(Problem(f"{text}and refuses: it has no forward pass", code="explain-container", hint=hint))
+        for end, name in [] if found else sharded_twice(self.model, self.wrapping)[:1]:
+            text = f"{end} is inside of {name}, a unit, and version 2 makes one of it afterwards: torch fails"
+            hint = "wrap the class of a layer, or use version 1"
+            found.append(Problem(text, code="explain-twice", hint=hint))
         return found
 
     def _nothing_wrapped(self) -> Problem:
@@ -220,67 +224,9 @@ def other_version(env: Mapping[str, str], model: Model, *, own_loop: bool) -> Pl
     return plan({**env, "FSDP_VERSION": other}, model, own_loop=own_loop)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Values of `min_num_params` from `first` to `last` (without end: None), and the units that all of them make."""
-
-    first: int
-    last: int | None
-    classes: Mapping[str, int]
-    """Units below the root that hold parameters, by class."""
-    current: bool
-    fails: str | None = None
-    """Why torch does not take it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def size_steps(made: Plan) -> list[Step]:
-    """Under SIZE_BASED_WRAP: every threshold from 1 on."""
-    steps = []
-    for band in bands(made.model, made.wrapping):
-        at = replace(made, wrapping=replace(made.wrapping, policy="SIZE_BASED_WRAP", min_num_params=band.first))
-        lists = refused(made.model, at.wrapping)
-        split = split_parameters(made.model, band.units)
-        fails = f"{lists[0].class_name} refused" if lists else "tied weights in two units" if split else None
-        current = band.first <= made.wrapping.min_num_params <= (band.last or made.wrapping.min_num_params)
-        steps.append(Step(band.first, band.last, _classes(band.units), current, fails))
-    return steps
-
-
-def block_steps(made: Plan, block_parameters: int, threshold: int) -> list[Step]:
-    """Under `wrap: block` of the specification: blocks are units up to the size of one."""
-    plans = [
-        units(made.model, replace(made.wrapping, policy=policy, classes=("TransformerBlock",)))
-        for policy in ("TRANSFORMER_BASED_WRAP", "NO_WRAP")
-    ]
-    blocks, none = map(_classes, plans)
-    reached = threshold <= block_parameters
-    return [Step(1, block_parameters, blocks, reached), Step(block_parameters + 1, None, none, not reached)]
-
-
-def _classes(found: Sequence[Unit]) -> dict[str, int]:
-    return dict(Counter(unit.class_name for unit in found if unit.name and unit.parameters))
-
-
 def _counts(classes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in sorted(classes.items()))
 
 
 def _shown(unit: str) -> str:
     return unit or "the root"
-
-
-def equal_units(found: Sequence[Unit]) -> list[list[Unit]]:
-    """Units of one class with the same shapes, at places that differ only in numbers, together; in their order."""
-    groups: dict[Any, list[Unit]] = {}
-    for unit in found:
-        key = (pattern(unit.name), unit.class_name, tuple(unit.parameters.values()), unit.reshards)
-        groups.setdefault(key, []).append(unit)
-    return list(groups.values())
-
-
-def pattern(name: str) -> str:
-    """`blocks.3.attn` -> `blocks.*.attn`."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
