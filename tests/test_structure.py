@@ -28,7 +28,7 @@ FLOORS = {
     "train/runtime": 4,
     "train/checkpoint": 5, "train/meter": 5, "train/evaluate": 5, "train/probe": 5, "train/script": 5,
     "train/report": 6, "train/initialize": 6, "train/saved": 6,
-    "train/loop": 7, "train/export": 7, "train/generate_text": 7,
+    "train/scale": 6, "train/loop": 7, "train/export": 7, "train/generate_text": 7,
     "train/session": 8,
     "train/__main__": 9,
 }  # fmt: skip

@@ -5,7 +5,7 @@ included; nothing is estimated. Seen on torch 2.13, gloo, CPU.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -99,10 +99,10 @@ class Collectives(TorchDispatchMode):
         kind = _kind(func._schema.name.partition("::")[2])
         if kind is None:
             return
-        operands = [list(_tensors(operand)) for operand in (*arguments, result)]
+        operands = [list(tensors_of(operand)) for operand in (*arguments, result)]
         whole = max(sum(tensor.nbytes for tensor in operand) for operand in operands)
         self._seen.setdefault((self.phase, kind, _group_size(arguments)), []).append(whole)
-        self.storages |= _storages(operands)
+        self.storages |= storages_of(operands)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,25 +138,37 @@ def observe_step(
     DDP rearranges its buckets after its first backward pass and tells the others while it does the second.
     """
     for _ in range(2):
-        step(_ignore)
+        step(ignore_phase)
         optimizer.zero_grad()
+    cost, _ = observe_collectives(model, optimizer, step)
+    peak = peak_allocated(lambda: step(ignore_phase), optimizer.zero_grad, times=peak_of)
+    return replace(cost, memory=replace(cost.memory, peak=cost.memory.between_steps + peak))
+
+
+def observe_collectives(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: TrainingStep
+) -> tuple[StepCost, set[StorageWeakRef]]:
+    """Collective. Take one step; what it costs, with a peak of nothing but the storages that rest between two steps.
+
+    These storages come second.
+    """
     collectives = Collectives()
     with collectives:
         step(collectives.enter)
-    parameters = _storages(list(model.parameters()))
-    gradients = _storages([parameter.grad for parameter in model.parameters()])
-    state = _storages(list(optimizer.state.values()))
+    parameters = storages_of(list(model.parameters()))
+    gradients = storages_of([parameter.grad for parameter in model.parameters()])
+    state = storages_of(list(optimizer.state.values()))
     gradient_bytes = _bytes(gradients)
     optimizer.zero_grad()
-    resting = _bytes(parameters | gradients | state | collectives.storages)
+    resting = parameters | gradients | state | collectives.storages
     memory = Memory(
         parameters=_bytes(parameters),
         gradients=gradient_bytes,
         optimizer_state=_bytes(state),
-        between_steps=resting,
-        peak=resting + peak_allocated(lambda: step(_ignore), optimizer.zero_grad, times=peak_of),
+        between_steps=_bytes(resting),
+        peak=_bytes(resting),
     )
-    return StepCost(collectives.traffic, memory)
+    return StepCost(collectives.traffic, memory), resting
 
 
 def peak_allocated(step: Callable[[], None], after: Callable[[], None], *, times: int) -> int:
@@ -183,7 +195,7 @@ def peak_allocated(step: Callable[[], None], after: Callable[[], None], *, times
     return min(peaks[2:])
 
 
-def _ignore(phase: str) -> None:
+def ignore_phase(phase: str) -> None:
     return None
 
 
@@ -205,18 +217,18 @@ def _group_size(arguments: list[Any]) -> int:
     raise AssertionError("a collective without a process group")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value.to_local() if isinstance(value, DTensor) else value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_of(list(value.values()))
 
 
-def _storages(value: Any) -> set[StorageWeakRef]:
-    return {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(value)}
+def storages_of(value: Any) -> set[StorageWeakRef]:
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_of(value)}
 
 
 def _bytes(storages: Iterable[StorageWeakRef]) -> int:
