@@ -24,6 +24,8 @@ WORLDS = {
     "fsdp1_full_shard": 3, "fsdp1_shard_grad_op": 2, "fsdp1_no_shard": 2, "fsdp1_hybrid_shard": 4,
     "fsdp1_cpu_offload": 2,
 }  # fmt: skip
+QUIET = ("ddp", "fsdp_shard_grad_op", "fsdp1_shard_grad_op", "fsdp1_no_shard")
+ROOT = Path(__file__).parent.parent
 
 
 def specification(strategy: str, processes: int, *sets: str) -> RunSpec:
@@ -103,5 +105,53 @@ def test_a_simulated_process_costs_what_the_real_one_does(strategy: str) -> None
         assert (found["shard"]["smallest"], found["shard"]["largest"]) == (min(shards), max(shards))
         for key in ("parameters", "gradients", "optimizer_state", "between_steps"):
             assert found["memory"][key] == wanted["memory"][key], key
-        print(strategy, rank, "peak", found["memory"]["peak"], wanted["memory"]["peak"],
-              found["memory"]["peak"] / wanted["memory"]["peak"], found["shard"])
+        # Real peaks are seen too high where gloo's threads free what was gathered or reduced (probe.peak_allocated).
+        ratio = found["memory"]["peak"] / wanted["memory"]["peak"]
+        assert (0.999 if strategy in QUIET else 0.85) < ratio < 1.001, ratio
+
+
+def command(tmp_path: Path, spec: RunSpec, *words: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "spec.yaml").write_text(dump_spec(spec))
+    return subprocess.run(
+        [sys.executable, "-m", "accel_parallel.train.scale", "--spec", str(tmp_path / "spec.yaml"),
+         "--out", str(tmp_path / "out.json"), *words],
+        env={**os.environ, **environment("fsdp", spec)}, capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+
+
+def test_a_billion_parameters_on_64_processes_take_no_memory(tmp_path: Path) -> None:
+    big = ("model.num_layers=2", "model.hidden_dim=4096", "model.ffn_dim=16384", "model.vocab_size=131072")
+    spec = specification("fsdp", 2, *big)
+    ended = command(tmp_path, spec, "--world-size", "64", "--rank", "63")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("simulated, not run: rank 63 of 64")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["simulated"] is True
+    assert found["parameters"] == spec.model.shape.total_parameters > 10**9
+    assert found["memory"]["parameters"] == found["shard"]["this_rank"] == found["shard"]["even"]
+    assert {item["group_size"] for item in found["traffic"]} == {64}
+    assert found["peak_rss_bytes"] < 2**30 < found["memory"]["peak"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--world-size", "1"], "a world of 1 processes has no collectives"),
+        (["--world-size", "12"], "12 processes do not fill machines of 8"),
+        (["--world-size", "4", "--rank", "4"], "--rank 4 is not one of 0 to 3"),
+    ],
+)
+def test_refused_in_one_line(words: list[str], said: str, tmp_path: Path) -> None:
+    ended = command(tmp_path, specification("fsdp", 2), *words)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_mesh_of_another_world_is_refused() -> None:
+    from accel_parallel.errors import LaunchError
+    from accel_parallel.train.scale import World
+
+    mesh = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    with pytest.raises(LaunchError, match="spans 2 x 2 processes, the simulated world has 8"):
+        World(8, 8).enter(mesh)

@@ -54,7 +54,6 @@ def reducer_without_others(order: list[int]) -> Iterator[None]:
             helper(self, parameters, *rest)
         finally:
             distributed._compute_bucket_assignment_by_size = assign
-        self.register_comm_hook(self.process_group, average)
 
     ddp.DistributedDataParallel._ddp_init_helper = init_helper
     ddp._verify_param_shape_across_processes = _nothing

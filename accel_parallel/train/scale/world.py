@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import _flat_param
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_parallel.asked import PROMISED_PROCESSES, Parallelism
 from accel_parallel.errors import LaunchError
 from accel_parallel.train.runtime import Runtime
-from accel_parallel.train.scale.buckets import gradient_order, reducer_without_others
+from accel_parallel.train.scale.buckets import average, gradient_order, reducer_without_others
 
 T = TypeVar("T")
 
@@ -97,6 +98,8 @@ class SimulatedRuntime(Runtime):
         real: AbstractContextManager[None] = unset_fake_temporarily() if version2 else nullcontext()
         with real:
             model, optimizer = super().spread(model, optimizer)
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(model.process_group, average)
         return model, optimizer
 
 
