@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -37,7 +37,9 @@ class World:
     def __post_init__(self) -> None:
         """Raises LaunchError if there is no such process, or no such world."""
         if self.world_size < 2:
-            raise LaunchError(f"a world of {self.world_size} processes has no collectives", hint="--world-size 2 or more")
+            raise LaunchError(
+                f"a world of {self.world_size} processes has no collectives", hint="--world-size 2 or more"
+            )
         if self.world_size % self.local_world_size:
             raise LaunchError(
                 f"{self.world_size} processes do not fill machines of {self.local_world_size}",
@@ -95,7 +97,7 @@ class SimulatedRuntime(Runtime):
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         # Version 2 makes a mesh for each unit and reads its ranks, which are a tensor too.
         version2 = self.asked.parallelism is Parallelism.FSDP2
-        real: AbstractContextManager[None] = unset_fake_temporarily() if version2 else nullcontext()
+        real: AbstractContextManager[Any] = unset_fake_temporarily() if version2 else nullcontext()
         with real:
             model, optimizer = super().spread(model, optimizer)
         if isinstance(model, DistributedDataParallel):
@@ -112,5 +114,5 @@ def tell_storages_apart(model: nn.Module) -> None:
     for number, parameter in enumerate(model.parameters(), start=1):
         parameter.data_ptr = partial(int, number)  # type: ignore[method-assign]
     _flat_param._same_storage = lambda a, b: a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    _flat_param._data_ptr_allocated = lambda tensor: tensor.untyped_storage().size() > 0
-
+    version1: Any = _flat_param
+    version1._data_ptr_allocated = lambda tensor: tensor.untyped_storage().size() > 0
