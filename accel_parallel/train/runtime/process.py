@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -48,7 +48,7 @@ class Runtime:
     """Of its own, so that a save in the background never waits for a collective of the training, or the reverse."""
 
     @classmethod
-    def start(cls, spec: RunSpec, *, force_cpu: bool = False, keep_precision: bool = False) -> "Runtime":
+    def start(cls, spec: RunSpec, *, force_cpu: bool = False, keep_precision: bool = False) -> Self:
         """Collective. Join the process group that the launcher's environment describes.
 
         The returned `spec` carries the world and the precision of that environment: the YAML decides, not the file.
@@ -71,11 +71,14 @@ class Runtime:
         if runtime.world_size != asked.world_size:
             raise MismatchError(world_mismatch(asked.world_size, runtime.world_size))
         if asked.world_size > 1:
-            # Small things are agreed on beside the model's own collectives, and never wait for the device.
-            timeout = timedelta(minutes=spec.distributed.timeout_minutes)
-            runtime.side_group = distributed.new_group(backend="gloo", timeout=timeout)
-            runtime.save_group = distributed.new_group(backend="gloo", timeout=timeout)
+            runtime.open_side_groups()
         return runtime
+
+    def open_side_groups(self) -> None:
+        """Collective. Small things are agreed on beside the model's own collectives, and never wait for the device."""
+        timeout = timedelta(minutes=self.spec.distributed.timeout_minutes)
+        self.side_group = distributed.new_group(backend="gloo", timeout=timeout)
+        self.save_group = distributed.new_group(backend="gloo", timeout=timeout)
 
     @property
     def rank(self) -> int:
@@ -103,10 +106,7 @@ class Runtime:
         run would differ in the last bits from one that never stopped. Raises MismatchError.
         """
         original = Original.of(model)
-        with warnings.catch_warnings():
-            # Asked for by name; what else there is says the documentation.
-            warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
-            model, optimizer = self.accelerator.prepare(model, optimizer)
+        model, optimizer = self.spread(model, optimizer)
         with watch(model) as step:
             loss = model(*self.to_device(tokens, labels))
             self.accelerator.backward(loss)
@@ -114,6 +114,14 @@ class Runtime:
         self.observed = observe(model, original, step, self.world_size, self.asked.shard_size)
         self.held = self.gather_objects(self.observed.local_elements)
         check(self.asked, self.observed, original, self.accelerator.mixed_precision)
+        return model, optimizer
+
+    def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Collective. Both as Accelerate spreads them over the processes."""
+        with warnings.catch_warnings():
+            # Asked for by name; what else there is says the documentation.
+            warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
+            model, optimizer = self.accelerator.prepare(model, optimizer)
         return model, optimizer
 
     def clip(self, model: nn.Module) -> Tensor:
