@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from accel_parallel.asked import Asked
 from accel_parallel.errors import AccelParallelError
 from accel_parallel.metrics import format_processes
 from accel_parallel.rehearsal.check import Check, Rehearsal
@@ -25,15 +24,14 @@ def judge(
     keep_precision: bool,
 ) -> Rehearsal:
     """`environment` is what the launcher exports for the file, `reference` the steps of one process."""
-    distributed = spec.distributed
-    world = {"WORLD_SIZE": str(spec.num_processes), "LOCAL_WORLD_SIZE": str(distributed.processes_per_machine)}
-    asked = Asked.from_environment({**environment, **world})
-    low = keep_precision and distributed.mixed_precision == "bf16"
-    threshold = int(environment.get("FSDP_MIN_NUM_PARAMS", "0"))
-    promise = Promise.of(asked, threshold, spec.model.shape, low_precision=low)
+    low = keep_precision and spec.distributed.mixed_precision == "bf16"
+    world = {"WORLD_SIZE": str(spec.num_processes), "LOCAL_WORLD_SIZE": str(spec.distributed.processes_per_machine)}
+    # On CPUs it is float32 that is computed in, whatever was asked for.
+    precision = {} if keep_precision else {"ACCELERATE_MIXED_PRECISION": "no"}
+    promise = Promise.of({**environment, **world, **precision}, spec.model.shape)
     ranks = facts["ranks"]
     checks = (
-        is_what_was_asked(spec.num_processes, asked.fsdp, facts),
+        is_what_was_asked(spec.num_processes, promise.plan.asked.fsdp, facts),
         is_sharded(promise, ranks),
         learns_the_same(facts["steps"], reference, BFLOAT16 if low else FLOAT32),
         sends_what_it_should(promise, ranks),

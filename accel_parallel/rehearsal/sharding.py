@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel_parallel.asked import Asked, Parallelism
+from accel_parallel.explain import Plan, plan
 from accel_parallel.metrics import format_bytes
 from accel_parallel.rehearsal.check import Check, table
 from accel_parallel.shapes import ModelShape
-from accel_parallel.units import Sharding, Unit, Wrapping, padded_size, shard_sizes, traffic, transformer_lm, units
+from accel_parallel.units import Unit, shard_sizes, transformer_lm
 
 SHARDED = "is it sharded?"
 SENDS = "does it send what it should?"
@@ -20,45 +20,38 @@ STEP_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a strategy promises each process of a launch on CPUs. Without FSDP there are no `units`."""
+    """What a launch promises each process, told from its environment and the shape of the model."""
 
+    plan: Plan
     shape: ModelShape
-    world_size: int
-    replicates: bool
-    sharding: Sharding | None
-    units: tuple[Unit, ...]
 
     @classmethod
-    def of(cls, asked: Asked, min_num_params: int, shape: ModelShape, *, low_precision: bool) -> "Promise":
-        if not asked.fsdp:
-            return cls(shape, asked.world_size, asked.world_size > 1, None, ())
-        version = 2 if asked.parallelism is Parallelism.FSDP2 else 1
-        reshards = asked.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and asked.shard_size > 1
-        wrapping = Wrapping(
-            version, asked.wrap_policy, asked.wrap_classes, min_num_params, reshards, low_precision=low_precision
-        )
-        found = units(transformer_lm(shape), wrapping)
-        sharding = Sharding(
-            version, asked.shard_size, asked.world_size // asked.shard_size, param_bytes=2 if low_precision else BYTES
-        )
-        return cls(shape, asked.world_size, False, sharding, tuple(unit for unit in found if unit.parameters))
+    def of(cls, environment: Mapping[str, str], shape: ModelShape) -> "Promise":
+        """`environment` is a worker's, its world included."""
+        return cls(plan(environment, transformer_lm(shape), own_loop=True), shape)
+
+    @property
+    def units(self) -> list[Unit]:
+        """Those that hold parameters."""
+        return [unit for unit in self.plan.units if unit.parameters]
 
     def held(self, rank: int) -> int:
-        """Parameters that this process keeps, padding included."""
-        if self.sharding is None:
-            return self.shape.total_parameters
+        """Bytes of parameters that this process keeps, padding included."""
+        if not self.plan.asked.fsdp:
+            return self.shape.total_parameters * BYTES
         # Ranks next to each other share a copy: the mesh is replicas x shards.
-        return sum(shard_sizes(unit, self.sharding)[rank % self.sharding.shard_size] for unit in self.units)
+        return self.plan.shards[rank % self.plan.sharding.shard_size]
 
     def traffic(self) -> dict[str, tuple[int, int]]:
         """Collectives of a forward and a backward pass by kind: how many, and bytes of the whole tensors.
 
         Of DDP the bytes only: how many buckets there are follows from the order of the gradients.
         """
-        if self.sharding is None:
-            return {"all_reduce": (0, self.shape.total_parameters * BYTES)} if self.replicates else {}
+        if not self.plan.asked.fsdp:
+            reduced = self.plan.asked.world_size > 1
+            return {"all_reduce": (0, self.shape.total_parameters * BYTES)} if reduced else {}
         total: dict[str, tuple[int, int]] = {}
-        for (_, kind), (count, size) in traffic(self.units, self.sharding).items():
+        for (_, kind), (count, size) in self.plan.traffic.items():
             before = total.get(kind, (0, 0))
             total[kind] = (before[0] + count, before[1] + size)
         return total
@@ -71,7 +64,7 @@ def is_sharded(promise: Promise, ranks: Sequence[Mapping[str, Any]]) -> Check:
     mismatches, rows = [], []
     for rank in ranks:
         held, memory = promise.held(rank["rank"]), rank["memory"]
-        expected = {"parameters": held * BYTES, "gradients": held * BYTES, "optimizer_state": 2 * held * BYTES}
+        expected = {"parameters": held, "gradients": held, "optimizer_state": 2 * held}
         for key, wanted in expected.items():
             slack = STEP_BYTES * len(promise.shape.parameters()) if key == "optimizer_state" else 0
             if not wanted <= memory[key] <= wanted + slack:
@@ -79,10 +72,10 @@ def is_sharded(promise: Promise, ranks: Sequence[Mapping[str, Any]]) -> Check:
                     f"rank {rank['rank']} holds {memory[key]:,} bytes of {key.replace('_', ' ')}; promised: {wanted:,}"
                 )
         shown = [memory[key] for key in (*expected, "between_steps", "peak")]
-        rows.append([str(rank["rank"]), *map(format_bytes, shown), format_bytes(held * BYTES)])
+        rows.append([str(rank["rank"]), *map(format_bytes, shown), format_bytes(held)])
     mismatches += _other_units(promise, ranks[0]["units"])
     whole = promise.shape.total_parameters
-    share = max(promise.held(rank["rank"]) for rank in ranks) / whole
+    share = max(promise.held(rank["rank"]) for rank in ranks) / (whole * BYTES)
     number = len(promise.units)
     summary = f"{number} {'unit' if number == 1 else 'units'}, " if number else ""
     summary += f"each process holds {share:.1%} of {whole:,} parameters"
@@ -98,29 +91,42 @@ def sends_what_it_should(promise: Promise, ranks: Sequence[Mapping[str, Any]]) -
     mismatches = []
     if any(rank["traffic"] != ranks[0]["traffic"] for rank in ranks):
         mismatches.append("the processes counted different collectives")
+    mismatches += other_traffic(promise, ranks[0]["traffic"])
+    sent = sum(item["sent_bytes"] for item in ranks[0]["traffic"])
+    number = sum(item["count"] for item in ranks[0]["traffic"])
+    summary = f"{number} collectives a step, {format_bytes(sent)} sent by each process" if number else "nothing"
+    return Check("sends", SENDS, not mismatches, summary, tuple(mismatches), traffic_table(ranks[0]["traffic"]))
+
+
+def other_traffic(promise: Promise, traffic: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each kind of collective whose number or bytes are not the promised ones.
+
+    One micro-batch: with gradient accumulation FSDP gathers and reduces for each of them.
+    """
     seen: dict[str, tuple[int, int]] = {}
-    for item in ranks[0]["traffic"]:
+    for item in traffic:
         if item["phase"] in ("forward", "backward"):
             count, size = seen.get(item["kind"], (0, 0))
             seen[item["kind"]] = (count + item["count"], size + item["tensor_bytes"])
-    wanted = promise.traffic()
+    wanted, mismatches = promise.traffic(), []
     for kind in dict.fromkeys((*wanted, *seen)):
         (count, size), (got_count, got_size) = wanted.get(kind, (0, 0)), seen.get(kind, (0, 0))
         if size != got_size or (count and count != got_count):
             number = f"{count} x " if count else ""
             mismatches.append(
-                f"{kind}: promised {number}{format_bytes(size)} a step, seen {got_count} x {format_bytes(got_size)}"
+                f"{kind}: promised {number}{size:,} bytes in all a step, seen {got_count} x {got_size:,} in all"
             )
+    return mismatches
+
+
+def traffic_table(traffic: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The collectives of one step for a person."""
     rows = [
         [item["phase"], item["kind"], str(item["group_size"]), str(item["count"]), format_bytes(item["tensor_bytes"]),
          format_bytes(item["sent_bytes"])]
-        for item in ranks[0]["traffic"]
+        for item in traffic
     ]  # fmt: skip
-    sent = sum(item["sent_bytes"] for item in ranks[0]["traffic"])
-    number = sum(item["count"] for item in ranks[0]["traffic"])
-    summary = f"{number} collectives a step, {format_bytes(sent)} sent by each process" if number else "nothing"
-    header = ["phase", "collective", "of", "number", "whole", "sent by each"]
-    return Check("sends", SENDS, not mismatches, summary, tuple(mismatches), table(header, rows, left=2))
+    return table(["phase", "collective", "of", "number", "whole", "sent by each"], rows, left=2)
 
 
 def _seen(ranks: Sequence[Mapping[str, Any]]) -> bool:
@@ -142,13 +148,13 @@ def _other_units(promise: Promise, seen: Sequence[Mapping[str, Any]]) -> list[st
 
 
 def _unit_table(promise: Promise, moved: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    if promise.sharding is None:
+    if not promise.plan.asked.fsdp:
         return ()
     rows = []
     for unit in promise.units:
         own = [item for item in moved if item["unit"] == unit.name]
         collectives = ", ".join(f"{item['count']} {item['kind']}" for item in own) or "none"
-        shard, whole = max(shard_sizes(unit, promise.sharding)), padded_size(unit, promise.sharding)
-        sizes = [f"{unit.size:,}", format_bytes(shard * BYTES), format_bytes(whole * promise.sharding.param_bytes)]
+        shard = max(shard_sizes(unit, promise.plan.sharding)) * BYTES
+        sizes = [f"{unit.size:,}", format_bytes(shard), format_bytes(promise.plan.gathered(unit))]
         rows.append([unit.name or "(root)", *sizes, collectives])
     return ("", *table(["unit", "parameters", "shard", "gathered", "collectives of a step"], rows))
