@@ -8,7 +8,7 @@ from accel_parallel.explain import Plan, plan
 from accel_parallel.metrics import format_bytes
 from accel_parallel.rehearsal.check import Check, table
 from accel_parallel.shapes import ModelShape
-from accel_parallel.units import Unit, shard_sizes, transformer_lm
+from accel_parallel.units import Unit, padded_size, shard_sizes, transformer_lm
 
 SHARDED = "is it sharded?"
 SENDS = "does it send what it should?"
@@ -35,10 +35,18 @@ class Promise:
         """Those that hold parameters."""
         return [unit for unit in self.plan.units if unit.parameters]
 
-    def held(self, rank: int) -> int:
-        """Bytes of parameters that this process keeps, padding included."""
+    @property
+    def stored(self) -> int:
+        """Bytes of the parameters that each process keeps, and of their gradients. Both versions pad the last shard."""
         if not self.plan.asked.fsdp:
             return self.shape.total_parameters * BYTES
+        sharding = self.plan.sharding
+        return sum(padded_size(unit, sharding) for unit in self.units) // sharding.shard_size * BYTES
+
+    def held(self, rank: int) -> int:
+        """The same of this process's rows: what each of AdamW's moments takes, which are not padded in version 2."""
+        if not self.plan.asked.fsdp:
+            return self.stored
         # Ranks next to each other share a copy: the mesh is replicas x shards.
         return self.plan.shards[rank % self.plan.sharding.shard_size]
 
@@ -63,8 +71,8 @@ def is_sharded(promise: Promise, ranks: Sequence[Mapping[str, Any]]) -> Check:
         return Check("sharded", SHARDED, None, "no process prepared its model")
     mismatches, rows = [], []
     for rank in ranks:
-        held, memory = promise.held(rank["rank"]), rank["memory"]
-        expected = {"parameters": held, "gradients": held, "optimizer_state": 2 * held}
+        stored, memory = promise.stored, rank["memory"]
+        expected = {"parameters": stored, "gradients": stored, "optimizer_state": 2 * promise.held(rank["rank"])}
         for key, wanted in expected.items():
             slack = STEP_BYTES * len(promise.shape.parameters()) if key == "optimizer_state" else 0
             if not wanted <= memory[key] <= wanted + slack:
@@ -72,10 +80,10 @@ def is_sharded(promise: Promise, ranks: Sequence[Mapping[str, Any]]) -> Check:
                     f"rank {rank['rank']} holds {memory[key]:,} bytes of {key.replace('_', ' ')}; promised: {wanted:,}"
                 )
         shown = [memory[key] for key in (*expected, "between_steps", "peak")]
-        rows.append([str(rank["rank"]), *map(format_bytes, shown), format_bytes(held)])
+        rows.append([str(rank["rank"]), *map(format_bytes, shown), format_bytes(stored)])
     mismatches += _other_units(promise, ranks[0]["units"])
     whole = promise.shape.total_parameters
-    share = max(promise.held(rank["rank"]) for rank in ranks) / (whole * BYTES)
+    share = promise.stored / (whole * BYTES)
     number = len(promise.units)
     summary = f"{number} {'unit' if number == 1 else 'units'}, " if number else ""
     summary += f"each process holds {share:.1%} of {whole:,} parameters"
