@@ -99,6 +99,7 @@ def rehearse(arguments: argparse.Namespace, output: Output) -> None:
         num_processes=arguments.num_processes,
         keep_precision=arguments.keep_precision,
         junit=arguments.junit,
+        scale=arguments.scale,
     )
     result = rehearse_target(request, output.say)
     output.finish(result.data, result.lines, result.problems, result.exit_code)

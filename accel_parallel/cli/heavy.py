@@ -15,12 +15,14 @@ def run_heavy(module: str, words: Sequence[str]) -> NoReturn:
     sys.exit(code if code >= 0 else 128 - code)
 
 
-def call_heavy(module: str, words: Sequence[str]) -> int:
+def call_heavy(module: str, words: Sequence[str], **options: Any) -> int:
     """Run `python -m accel_parallel.train.<module>`; its exit code, or minus the signal that ended it.
+
+    `options` are those of `subprocess.Popen`.
 
     Interrupted or told to end, it first waits until the child has ended, who clears up.
     """
-    child = _start(module, words)
+    child = _start(module, words, **options)
     with _ending(child):
         return child.wait()
 

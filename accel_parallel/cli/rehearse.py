@@ -13,6 +13,7 @@ import yaml
 
 from accel_parallel.accelerate_yaml import loads, names_a_file, read_file, render_file
 from accel_parallel.cli.heavy import call_heavy
+from accel_parallel.cli.scale import simulate
 from accel_parallel.cli.target import Target, find_target
 from accel_parallel.errors import LaunchError, Problem, RunError
 from accel_parallel.files import write_atomic
@@ -40,6 +41,7 @@ class Request:
     num_processes: int | None = None
     keep_precision: bool = False
     junit: Path | None = None
+    scale: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Result:
 def rehearse(request: Request, say: Callable[[str], None]) -> Result:
     """Rehearse the targets, or all strategies. Raises AccelParallelError where nothing can be rehearsed at all."""
     names = _names(request)
+    if request.scale is not None:
+        return _result([simulate(name, request.scale, request.spec, request.sets) for name in names], request)
     sets = (*SHORT, f"training.batch_size={_batch_size(names, request)}", *request.sets)
     found = [_find(name, sets, request) for name in names]
     targets = [target for target in found if isinstance(target, Target)]
@@ -63,6 +67,10 @@ def rehearse(request: Request, say: Callable[[str], None]) -> Result:
     with tempfile.TemporaryDirectory(prefix="accel-parallel-") as name:
         rehearsals = iter(_run(targets, sets, request, Path(name)))
         results = [next(rehearsals) if isinstance(each, Target) else each for each in found]
+    return _result(results, request)
+
+
+def _result(results: Sequence[Rehearsal], request: Request) -> Result:
     if request.junit:
         _write(request.junit, to_junit(results))
     holds = all(result.holds for result in results)
@@ -73,6 +81,8 @@ def rehearse(request: Request, say: Callable[[str], None]) -> Result:
 def _names(request: Request) -> Sequence[str]:
     if bool(request.targets) == request.all:
         raise LaunchError("rehearse what? strategies or accelerate YAML files, or --all for every strategy")
+    if request.scale is not None and (request.all or request.num_processes or request.keep_precision):
+        raise LaunchError("--scale says how many processes there are, and keeps the precision; it goes with no --all")
     if request.all and request.num_processes is not None:
         raise LaunchError("--all has processes of its own for each strategy", hint="leave --num-processes out")
     return [strategy.name for strategy in CATALOGUE] if request.all else request.targets

@@ -80,6 +80,8 @@ def rehearse_words(verb: Parser) -> None:
     verb.add_argument("--all", action="store_true", help="every strategy, one after the other")
     verb.add_argument("-n", "--num-processes", type=positive, metavar="N", help="processes on each machine")
     verb.add_argument("--keep-precision", action="store_true", help="compute in the asked precision, slow on CPUs")
+    text = "only simulate a step, on fake tensors, in a world of N processes"
+    verb.add_argument("--scale", type=positive, metavar="N", help=text)
     verb.add_argument("--junit", type=Path, metavar="FILE", help="write the answers as JUnit XML too")
     _specification(verb)
     _json(verb)

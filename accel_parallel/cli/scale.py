@@ -1,0 +1,93 @@
+"""`accel-parallel rehearse --scale N`: a step on fake tensors in a world of any size, in one process."""
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_parallel.cli.heavy import call_heavy
+from accel_parallel.cli.target import Target, find_target
+from accel_parallel.errors import LaunchError, RunError
+from accel_parallel.launch import without_traces
+from accel_parallel.metrics import format_bytes
+from accel_parallel.rehearsal.check import Check, Rehearsal, table
+from accel_parallel.rehearsal.sharding import BYTES, Promise, other_traffic, traffic_table
+from accel_parallel.spec import dump_spec, find_spec, read_spec
+from accel_parallel.strategies import STRATEGIES
+
+PER_MACHINE = 8
+"""Processes of a machine of the simulated world."""
+
+
+def simulate(name: str, world_size: int, spec: Path | None, sets: tuple[str, ...]) -> Rehearsal:
+    """One step of process 0 among `world_size`, eight on a machine, each with the micro-batch that `spec` gives it.
+
+    Raises LaunchError for a world that cannot be, or a strategy that cannot be simulated.
+    """
+    target, local = _target(name, world_size, spec, sets)
+    with tempfile.TemporaryDirectory(prefix="accel-parallel-") as folder:
+        specification, out = Path(folder) / "spec.yaml", Path(folder) / "out.json"
+        specification.write_text(dump_spec(target.spec), encoding="utf-8")
+        words = ["--spec", specification, "--world-size", world_size, "--local-world-size", local, "--out", out]
+        environment = {**without_traces(os.environ), **target.environment}
+        code = call_heavy("scale", list(map(str, words)), env=environment, stdout=subprocess.DEVNULL)
+        if code == 2:
+            raise LaunchError(f"{name} cannot be simulated on {world_size} processes", hint="the line above says why")
+        if code or not out.exists():
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise RunError(f"the simulation ended without a result: {how}")
+        seen: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    world = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local)}
+    return _judge(target, Promise.of({**target.environment, **world}, target.spec.model.shape), seen)
+
+
+def _target(name: str, world_size: int, spec: Path | None, sets: tuple[str, ...]) -> tuple[Target, int]:
+    """The strategy as it is on that many processes, and how many of them a machine has."""
+    if name not in STRATEGIES or name == "single":
+        raise LaunchError(f"--scale simulates a strategy of several processes, not {name}", hint="such as fsdp")
+    local = min(PER_MACHINE, world_size)
+    if world_size < 2 or world_size % local:
+        below, above = world_size // local * local, (world_size // local + 1) * local
+        hint = f"nearest that can be: {below or 2} or {above}" if world_size > 1 else "2 or more"
+        raise LaunchError(f"--scale {world_size} is no world of machines with {local} processes each", hint=hint)
+    draft = read_spec(find_spec(spec), sets)
+    asked = STRATEGIES[name].resolve(draft)
+    micro_batch = max(1, asked.training.batch_size // (asked.num_processes * asked.training.grad_accum_steps))
+    world = (
+        f"distributed.num_machines={world_size // local}",
+        f"distributed.processes_per_machine={local}",
+        f"training.batch_size={micro_batch * world_size * asked.training.grad_accum_steps}",
+    )
+    return find_target(name, spec, (*sets, *world), None, own_loop=True), local
+
+
+def _judge(target: Target, promise: Promise, seen: Mapping[str, Any]) -> Rehearsal:
+    memory, shard = seen["memory"], seen["shard"]
+    held = f"{memory['parameters']:,} bytes of parameters"
+    wrong = [] if memory["parameters"] == promise.stored else [f"rank 0 holds {held}; promised: {promise.stored:,}"]
+    rows = [[key.replace("_", " "), format_bytes(value)] for key, value in memory.items()]
+    sizes = {"shard, without padding": shard["this_rank"], "smallest shard": shard["smallest"]}
+    sizes |= {"largest shard": shard["largest"], "an even share": shard["even"]}
+    rows += [[key, format_bytes(value)] for key, value in sizes.items()]
+    whole = promise.shape.total_parameters
+    share = f"{promise.stored / (whole * BYTES):.2%} of {whole:,} parameters, at most {format_bytes(memory['peak'])}"
+    checks = (
+        Check("sharded", "is it sharded?", not wrong, share, tuple(wrong), table(["rank 0 holds", ""], rows)),
+        _sends(promise, seen),
+    )
+    size = seen["world_size"]
+    title = f"{target.name}, simulated on {size:,} processes (fake tensors: none of them ran)"
+    notes = (f"{seen['seconds']:.0f} s in one process that held {format_bytes(seen['peak_rss_bytes'])}",)
+    return Rehearsal(target.name, title, checks, seen["seconds"], dict(seen), notes)
+
+
+def _sends(promise: Promise, seen: Mapping[str, Any]) -> Check:
+    found = other_traffic(promise, seen["traffic"])
+    sent = sum(item["sent_bytes"] for item in seen["traffic"])
+    number = sum(item["count"] for item in seen["traffic"])
+    summary = f"{number} collectives of a micro-batch, {format_bytes(sent)} sent by each process"
+    question = "does it send what it should?"
+    return Check("sends", question, not found, summary, tuple(found), traffic_table(seen["traffic"]))
