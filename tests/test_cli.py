@@ -61,7 +61,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (["launch"], "the following arguments are required: STRATEGY"),
         (["launch", "fsdp", "--fres"], "unrecognized arguments: --fres; did you mean '--fresh'?"),
         (["lanch", "fsdp"], "did you mean 'launch'?"),
-        ([], "which verb? config, launch, prepare, checkpoints"),
+        ([], "which verb? config, explain, rehearse, launch, prepare, checkpoints"),
         (["config", "--set", "fsdp.version=3"], "fsdp.version is 3"),
     ],
 )

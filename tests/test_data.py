@@ -13,7 +13,7 @@ from accel_parallel.errors import DataError
 from accel_parallel.spec import Data
 from accel_parallel.train import prepare as command
 from accel_parallel.train.data import TokenData, build, pack, prepare, tokens
-from accel_parallel.train.data.held_out import choose
+from accel_parallel.train.data.held_out import MIN_DOCUMENTS, choose, digest
 
 VOCAB = 300
 END = tokens.END_OF_TEXT
@@ -88,6 +88,17 @@ def test_what_is_held_out_depends_on_neither_order_nor_tokenizer(tmp_path: Path)
     two = make(write_jsonl(tmp_path / "b.jsonl", texts[::-1]), vocab_size=280)
     assert sorted(split_documents(one, "val")) == sorted(split_documents(two, "val"))
     assert 2 <= one.manifest["val"]["documents"] <= 25
+
+
+def test_another_tokenizer_holds_out_the_same_text(tmp_path: Path) -> None:
+    """Also where chance puts none of the first documents below the threshold."""
+    held_out = [text for text in documents(400) if digest(text) < 0.02 * 2**64]
+    first = [text for text in documents(400) if text not in held_out][:MIN_DOCUMENTS]
+    rest = [text for text in documents(400) if text not in first]
+    source = write_jsonl(tmp_path / "a.jsonl", first + rest)
+    one = make(source, val_fraction=0.02)
+    two = make(source, val_fraction=0.02, tokenizer=str(one.tokenizer_folder))
+    assert sorted(split_documents(one, "val")) == sorted(split_documents(two, "val")) == sorted(held_out)
 
 
 @pytest.mark.parametrize("fraction", [1e-6, 0.999])

@@ -184,9 +184,10 @@ def _build(data: Data, vocab_size: int, source: Source, folder: Path, say: Say) 
 
 
 def _sample_chars(data: Data) -> int:
-    """How many characters to hold in memory before deciding: what the tokenizer learns from."""
-    if data.tokenizer != BYTE_BPE:
-        return 0
+    """How many characters to hold in memory before deciding what is held out, and for a tokenizer to learn from.
+
+    The same for every tokenizer: with another one, no text may move from training to validation.
+    """
     wanted = SAMPLE_CHARS if data.max_tokens is None else data.max_tokens * CHARS_PER_TOKEN
     return min(SAMPLE_CHARS, max(MIN_SAMPLE_CHARS, wanted))
 
