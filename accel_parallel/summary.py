@@ -40,7 +40,7 @@ def render_summary(summary: Mapping[str, Any]) -> str:
 
 
 def _rest(summary: Mapping[str, Any]) -> str:
-    return "" if summary["step"] >= summary["steps"] else "; the same command goes on from here"
+    return "" if summary["step"] >= summary["steps"] else "; the same command, without --stop-at, goes on from here"
 
 
 def _shown(character: str) -> str:

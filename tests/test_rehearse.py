@@ -273,12 +273,30 @@ def test_junit_holds_mismatches_and_what_was_not_seen() -> None:
     assert suite[0][0].text == "a <b> & [31mred"
 
 
+def test_a_large_world_is_simulated_and_said_to_be(tmp_path: Path) -> None:
+    code, content, _ = rehearse(tmp_path, "fsdp", "--scale", "64", "--set", THRESHOLD)
+    item = by_name(content)["fsdp"]
+    assert (code, item["holds"], item["title"]) == (
+        0, True, "fsdp, simulated on 64 processes (fake tensors: none of them ran)",
+    )  # fmt: skip
+    assert (item["facts"]["simulated"], item["facts"]["world_size"]) == (True, 64)
+    # 257 rows of 32 numbers over 64 processes: five each, and the last ones have none.
+    assert item["facts"]["shard"]["smallest"] < item["facts"]["shard"]["largest"] == item["facts"]["shard"]["this_rank"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([], "rehearse what? strategies or accelerate YAML files, or --all"),
         (["fsdp", "--all"], "rehearse what?"),
         (["--all", "-n", "2"], "--all has processes of its own for each strategy"),
+        (["--all", "--scale", "16"], "--scale says how many processes there are"),
+        (
+            ["fsdp", "--scale", "12"],
+            "--scale 12 is no world of machines with 8 processes each (nearest that can be",
+        ),
+        (["single", "--scale", "8"], "--scale simulates a strategy of several processes, not single"),
+        (["fsdp", "--junit", "no/such/folder.xml"], "cannot write no/such/folder.xml: there is no folder no/such"),
         (["fspd"], "unknown strategy 'fspd'; did you mean 'fsdp'?"),
         (["nothing.yaml"], "nothing.yaml"),
         (["fsdp", "--set", "model.preset=llama3_8b"], "8,030,261,248 parameters in 2 processes take"),

@@ -181,7 +181,7 @@ def test_summary_fits_80_columns_and_says_which_is_better() -> None:
     }  # fmt: skip
     text = render_summary(summary)
     assert max(map(len, text.splitlines())) <= 80
-    assert "80 of 100, 327,680 tokens; the same command goes on from here" in text
+    assert "80 of 100, 327,680 tokens; the same command," in text
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "the model is 0.50 nat better" in text

@@ -57,6 +57,9 @@ class Result:
 def rehearse(request: Request, say: Callable[[str], None]) -> Result:
     """Rehearse the targets, or all strategies. Raises AccelParallelError where nothing can be rehearsed at all."""
     names = _names(request)
+    if request.junit and not request.junit.parent.is_dir():
+        # Now, and not when all is done.
+        raise LaunchError(f"cannot write {request.junit}: there is no folder {request.junit.parent}")
     if request.scale is not None:
         return _result([simulate(name, request.scale, request.spec, request.sets) for name in names], request)
     sets = (*SHORT, f"training.batch_size={_batch_size(names, request)}", *request.sets)

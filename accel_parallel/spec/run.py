@@ -77,7 +77,12 @@ class RunSpec(Section):
     def identity_differences(self, other: "RunSpec") -> list[str]:
         """One line for each deciding key whose value differs: `training.lr 0.003 -> 0.001` (this -> other)."""
         ours, theirs = self.identity(), other.identity()
-        return [f"{key} {ours[key]} -> {theirs[key]}" for key in ours if ours[key] != theirs[key]]
+        return [f"{key} {_shown(ours[key])} -> {_shown(theirs[key])}" for key in ours if ours[key] != theirs[key]]
+
+
+def _shown(value: Any) -> str:
+    """As a specification has it."""
+    return "null" if value is None else str(value)
 
 
 def lr_at(step: int, training: Training) -> float:

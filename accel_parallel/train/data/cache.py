@@ -14,7 +14,7 @@ from accel_parallel.errors import DataError
 from accel_parallel.files import fsync
 
 VARIABLE = "ACCEL_PARALLEL_CACHE"
-FORMAT = 1
+FORMAT = 2
 """Raised whenever equal input would give other files."""
 MANIFEST = "manifest.json"
 POLL_SECONDS = 0.2
