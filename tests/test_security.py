@@ -200,6 +200,7 @@ def test_whatever_can_run_code_of_others_is_told_not_to() -> None:
                 assert told.get("trust_remote_code") == "False", f"{path.name}: {ast.unparse(node)}"
     assert set(found) == {
         "AutoTokenizer.from_pretrained",
+        "transformers.AutoConfig.from_pretrained",
         "AutoModelForCausalLM.from_pretrained",
         "LlamaForCausalLM.from_pretrained",
         "datasets.load_dataset",
