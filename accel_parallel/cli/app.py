@@ -47,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
     config_words(_verb(verbs, config, "write an accelerate YAML file for every strategy from the specification"))
     explain_words(_verb(verbs, explain, "show which FSDP units a strategy or an accelerate file makes of a model"))
-    rehearse_words(_verb(verbs, rehearse, "run a file on CPU processes, really sharded: is it what it asks for?"))
+    rehearse_words(
+        _verb(verbs, rehearse, "run a file on CPU processes, really sharded, and compare it with what it asks")
+    )
     launch_words(_verb(verbs, launch, "train under a strategy, continuing its newest run"))
     prepare_words(_verb(verbs, prepare, "read, tokenise and cache the text, without training"))
     checkpoints_words(_verb(verbs, checkpoints, "list what a run has saved, verify it, or see where it loads"))
