@@ -228,9 +228,11 @@ def test_numbers_apart_are_a_mismatch() -> None:
 
 
 def test_a_resumed_step_has_to_be_equal_bit_for_bit() -> None:
-    assert comes_back(STEPS, {"2": STEPS["2"]}).holds
-    assert comes_back(STEPS, {"2": {"loss": 4.000000001, "grad_norm": 1.0}}).holds is False
-    assert comes_back(STEPS, {}).holds is None
+    assert comes_back(STEPS, {"2": STEPS["2"]}, [{}]).holds
+    assert comes_back(STEPS, {"2": {"loss": 4.000000001, "grad_norm": 1.0}}, [{}]).holds is False
+    assert comes_back(STEPS, {}, []).holds is None
+    failed = comes_back(STEPS, {}, [{}, {"error": {"message": "out of memory on rank 1"}}])
+    assert (failed.holds, failed.mismatches) == (False, ("out of memory on rank 1",))
 
 
 def judged(facts: Mapping[str, Any]) -> Rehearsal:
@@ -266,7 +268,14 @@ def test_the_report_fits_80_columns_and_says_what_was_not_seen(
 
 
 def test_junit_holds_mismatches_and_what_was_not_seen() -> None:
-    facts = {"refused": "a <b> & \x1b[31mred", "stations": [], "ranks": [], "steps": {}, "steps_resumed": {}}
+    facts = {
+        "refused": "a <b> & \x1b[31mred",
+        "stations": [],
+        "ranks": [],
+        "steps": {},
+        "steps_resumed": {},
+        "resumed": [],
+    }
     rehearsal = replace(judged({**facts, "seconds": 1.0, "processes_started": 0}), name="f<1>")
     suite = ElementTree.fromstring(to_junit([rehearsal]).encode())[0]
     assert (suite.get("name"), suite.get("failures"), suite.get("skipped")) == ("f<1>", "1", "4")

@@ -35,7 +35,7 @@ def judge(
         is_sharded(promise, ranks),
         learns_the_same(facts["steps"], reference, BFLOAT16 if low else FLOAT32),
         sends_what_it_should(promise, ranks),
-        comes_back(facts["steps"], facts["steps_resumed"]),
+        comes_back(facts["steps"], facts["steps_resumed"], facts["resumed"]),
     )
     title = f"{name}, {format_processes(spec.num_processes)}"
     return Rehearsal(name, title, checks, facts["seconds"], dict(facts), _notes(facts))

@@ -1,6 +1,6 @@
 """Whether a rehearsed file learns what one process learns, and whether it comes back from a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,14 @@ def learns_the_same(steps: Mapping[str, Any], reference: Mapping[str, Any], tole
     return Check("same_numbers", SAME, not mismatches, summary, tuple(mismatches[:2]), table(header, rows))
 
 
-def comes_back(steps: Mapping[str, Any], resumed: Mapping[str, Any]) -> Check:
-    """The last step, once straight through and once after a restart from the checkpoint before it: bit for bit."""
+def comes_back(steps: Mapping[str, Any], resumed: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Check:
+    """The last step, once straight through and once after a restart from the checkpoint before it: bit for bit.
+
+    `ranks` is what the processes of the restart told.
+    """
+    errors = sorted({rank["error"]["message"] for rank in ranks if "error" in rank})
+    if errors:
+        return Check("comes_back", BACK, False, "the resumed run failed", tuple(errors))
     if not steps or not resumed:
         return Check("comes_back", BACK, None, "nothing was saved and resumed")
     last = max(resumed, key=int)
