@@ -1,10 +1,12 @@
 """Files of others are data: no code of theirs runs. Secrets of the environment stay there."""
 
 import ast
+import io
 import json
 import pickle
 import sys
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,41 @@ def test_a_forged_name_does_not_reach_the_terminal(tmp_path: Path) -> None:
         DataReader(tmp_path, [])
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 200
+
+
+def as_python_3_11_0_writes(value: object) -> bytes:
+    """Enumerations as `getattr(class, name)`, and so until 3.11.3."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, each: Any) -> Any:
+            return (getattr, (type(each), each.name)) if isinstance(each, Enum) else NotImplemented
+
+    Pickler(file := io.BytesIO(), protocol=4).dump(value)
+    return file.getvalue()
+
+
+def test_metadata_of_an_older_python_are_read_and_getattr_reaches_nothing_else(tmp_path: Path) -> None:
+    import torch
+    from torch.distributed.checkpoint import metadata as dcp
+
+    from accel_parallel.train.checkpoint.reader import DataReader
+
+    weight = dcp.TensorStorageMetadata(dcp.TensorProperties(), torch.Size([2]), [])
+    (tmp_path / ".metadata").write_bytes(as_python_3_11_0_writes(dcp.Metadata({"weight": weight})))
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert DataReader(tmp_path, []).read_metadata().state_dict_metadata["weight"].properties == weight.properties
+    for owner, name in ((dcp.Metadata, "__init__"), (dcp._MEM_FORMAT_ENCODING, "__class__")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Reduced(owner, name)))
+        with pytest.raises(RunError, match=r"holds builtins\.getattr, which no checkpoint of this program holds"):
+            DataReader(tmp_path, [])
+
+
+class Reduced:
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return getattr, self.arguments
 
 
 def adapt_manifest(checkpoint: Path) -> None:

@@ -27,11 +27,21 @@ _CLASSES = (
     *(dcp.Metadata, dcp.MetadataIndex, dcp.StorageMeta, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata),
     *(dcp.ChunkStorageMetadata, dcp.TensorProperties, dcp._MEM_FORMAT_ENCODING, _StorageInfo, torch.Size),
 )
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """A member of the one enumeration in there: Python 3.11.0 to 3.11.3 write it as `getattr(class, name)`."""
+    if owner is not dcp._MEM_FORMAT_ENCODING or name not in dcp._MEM_FORMAT_ENCODING.__members__:
+        raise _refusal(METADATA, "builtins.getattr")
+    return dcp._MEM_FORMAT_ENCODING[name]
+
+
 # Looked up, never imported. Python 3.13 has moved its paths; a checkpoint may come from before or after.
 _KNOWN: dict[tuple[str, str], Any] = {
     **{(known.__module__, known.__name__): known for known in _CLASSES},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     ("torch.serialization", "_get_layout"): _get_layout,
+    ("builtins", "getattr"): _member,
     ("pathlib", "PosixPath"): PosixPath,
     ("pathlib._local", "PosixPath"): PosixPath,
 }
