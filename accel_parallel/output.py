@@ -5,12 +5,23 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from accel_parallel.errors import AccelParallelError, Problem, of_the_system
 from accel_parallel.say import say
 
 SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a verb prints, and how it ends: `exit_code` is 1 if something that was asked about is not so."""
+
+    data: Any
+    lines: Sequence[str]
+    problems: Sequence[Problem] = ()
+    exit_code: int = 0
 
 
 class Output:
@@ -23,6 +34,10 @@ class Output:
     def say(self, text: str) -> None:
         """One line of progress, on stderr."""
         say(text)
+
+    def end(self, result: Result) -> None:
+        """Print the result and end the process."""
+        self.finish(result.data, result.lines, result.problems, result.exit_code)
 
     def finish(self, data: Any, lines: Sequence[str], problems: Sequence[Problem], exit_code: int) -> None:
         """Print the result and end the process."""

@@ -7,7 +7,6 @@ launched by Accelerate from the YAML that the catalogue renders. A strategy that
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from accel_parallel.accelerate_yaml import render_file
 from accel_parallel.launch import launcher_environment
 from accel_parallel.spec import Draft, RunSpec, dump_spec, load_spec, read_spec
 from accel_parallel.strategies import CATALOGUE, Strategy
+from accel_parallel.train.pool import free_port
 
 RESULT = Path(__file__).parent / "strategies.json"
 SEQUENCES = 4
@@ -113,8 +113,9 @@ def worker(folder: Path) -> None:
     from accel_parallel.train.agent import die_with_parent
     from accel_parallel.train.model import TransformerLM
     from accel_parallel.train.optimize import build_optimizer
-    from accel_parallel.train.probe import Phase, observe_step
+    from accel_parallel.train.probe import observe_step
     from accel_parallel.train.runtime import Runtime
+    from accel_parallel.train.training_step import training_step
 
     die_with_parent(signal.SIGKILL)
     spec = load_spec(folder / "spec.yaml")
@@ -126,25 +127,11 @@ def worker(folder: Path) -> None:
     tokens, labels = torch.randint(spec.model.vocab_size, (2, SEQUENCES, spec.model.seq_len), generator=generator)
     model, optimizer = runtime.prepare(fresh, build_optimizer(fresh, spec.training), tokens, labels)
 
-    def step(phase: Phase) -> None:
-        phase("forward")
-        loss = model(tokens, labels)
-        phase("backward")
-        runtime.accelerator.backward(loss)
-        phase("clip")
-        runtime.clip(model)
-        phase("optimizer")
-        optimizer.step()
+    step = training_step(runtime, model, optimizer, tokens, labels)
 
     cost = observe_step(model, optimizer, step)
     (folder / f"rank-{runtime.rank:02d}.json").write_text(json.dumps(cost.to_dict()), encoding="utf-8")
     runtime.end()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

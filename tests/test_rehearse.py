@@ -107,7 +107,9 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     for name, (text, _) in FAULTS.items():
         (folder / f"{name}.yaml").write_text(text)
     (folder / "fine.yaml").write_text(fsdp(2, f"  fsdp_reshard_after_forward: false\n{BLOCK}"))
-    code, content, stderr = rehearse(folder, *(f"{name}.yaml" for name in (*FAULTS, "fine")))
+    code, content, stderr = rehearse(
+        folder, *(f"{name}.yaml" for name in (*FAULTS, "fine")), "--set", "training.grad_accum_steps=2"
+    )
     assert (code, content["ok"], content["data"]["holds"]) == (1, False, False), stderr
     return by_name(content)
 

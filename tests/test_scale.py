@@ -40,8 +40,9 @@ def _real(spec: RunSpec) -> dict[str, Any]:
 
     from accel_parallel.train.model import TransformerLM
     from accel_parallel.train.optimize import build_optimizer
-    from accel_parallel.train.probe import Phase, observe_step
+    from accel_parallel.train.probe import observe_step
     from accel_parallel.train.runtime import Runtime, cpu
+    from accel_parallel.train.training_step import training_step
 
     cpu.use_all_cores = lambda *_: torch.set_num_threads(1)
     runtime = Runtime.start(spec, keep_precision=True)
@@ -51,15 +52,7 @@ def _real(spec: RunSpec) -> dict[str, Any]:
     tokens, labels = torch.randint(spec.model.vocab_size, (2, each, spec.model.seq_len))
     model, optimizer = runtime.prepare(fresh, build_optimizer(fresh, spec.training), tokens, labels)
 
-    def step(phase: Phase) -> None:
-        phase("forward")
-        loss = model(tokens, labels)
-        phase("backward")
-        runtime.accelerator.backward(loss)
-        phase("clip")
-        runtime.clip(model)
-        phase("optimizer")
-        optimizer.step()
+    step = training_step(runtime, model, optimizer, tokens, labels)
 
     return {**observe_step(model, optimizer, step).to_dict(), "shards": [4 * held for held in runtime.held]}
 

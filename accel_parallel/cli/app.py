@@ -86,7 +86,7 @@ def launch(arguments: argparse.Namespace, output: Output) -> None:
         script=tuple(arguments.script),
     )
     result = launch_target(request, output.say)
-    output.finish(result.data, result.lines, result.problems, result.exit_code)
+    output.end(result)
 
 
 def rehearse(arguments: argparse.Namespace, output: Output) -> None:
@@ -104,7 +104,7 @@ def rehearse(arguments: argparse.Namespace, output: Output) -> None:
         scale=arguments.scale,
     )
     result = rehearse_target(request, output.say)
-    output.finish(result.data, result.lines, result.problems, result.exit_code)
+    output.end(result)
 
 
 def explain(arguments: argparse.Namespace, output: Output) -> None:
@@ -119,7 +119,7 @@ def explain(arguments: argparse.Namespace, output: Output) -> None:
         model=arguments.model,
     )
     result = explain_target(request)
-    output.finish(result.data, result.lines, result.problems, result.exit_code)
+    output.end(result)
 
 
 def checkpoints(arguments: argparse.Namespace, output: Output) -> None:
@@ -135,7 +135,7 @@ def checkpoints(arguments: argparse.Namespace, output: Output) -> None:
         num_processes=arguments.num_processes,
     )
     result = look_at(request, output.say)
-    output.finish(result.data, result.lines, result.problems, result.exit_code)
+    output.end(result)
 
 
 def _init_from(arguments: argparse.Namespace) -> list[str]:

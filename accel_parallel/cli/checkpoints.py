@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 from accel_parallel.checkpoints import Checkpoint, list_checkpoints, wrong_digest
 from accel_parallel.cli.target import Target, find_target
 from accel_parallel.continuing import Change, Effect, changes
-from accel_parallel.errors import LaunchError, Problem, RunError
+from accel_parallel.errors import LaunchError, RunError
 from accel_parallel.metrics import format_bytes, format_processes
+from accel_parallel.output import Result
 from accel_parallel.runs import require_run
 
 
@@ -25,16 +26,6 @@ class Request:
     spec: Path | None = None
     sets: tuple[str, ...] = ()
     num_processes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What to print; `exit_code` is 1 if something that was asked about is not so."""
-
-    data: dict[str, Any]
-    lines: list[str]
-    problems: Sequence[Problem] = ()
-    exit_code: int = 0
 
 
 def checkpoints(request: Request, say: Callable[[str], None]) -> Result:

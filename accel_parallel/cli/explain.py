@@ -1,16 +1,15 @@
 """`accel-parallel explain`: the wrap plan of a strategy or of an accelerate file, without starting processes."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from accel_parallel.cli.explain_text import other_lines, plan_lines, threshold_lines
 from accel_parallel.cli.heavy import heavy_answer
 from accel_parallel.cli.target import Target, find_to_explain
 from accel_parallel.errors import ModelError, Problem
 from accel_parallel.explain import Plan, Step, block_steps, other_version, plan, size_steps
+from accel_parallel.output import Result
 from accel_parallel.strategies import STRATEGIES
 from accel_parallel.units import Model, model_of, transformer_lm
 
@@ -24,16 +23,6 @@ class Request:
     sets: tuple[str, ...] = ()
     num_processes: int | None = None
     model: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What to print; `exit_code` is 1 if the plan is not what its file seems to ask for, or fails in torch."""
-
-    data: dict[str, Any]
-    lines: list[str]
-    problems: Sequence[Problem] = ()
-    exit_code: int = 0
 
 
 def explain(request: Request) -> Result:

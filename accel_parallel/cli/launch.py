@@ -3,19 +3,19 @@
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accel_parallel.checkpoints import newest_step
 from accel_parallel.cli.generations import Training, say_trace, start_script_again, write
 from accel_parallel.cli.target import Target, find_target
-from accel_parallel.errors import LaunchError, Problem
+from accel_parallel.errors import LaunchError
 from accel_parallel.init_from import check_init_from
 from accel_parallel.launch import LOOP, SCRIPT, LaunchPlan, check_machines, plan_launch, shell_environment
 from accel_parallel.locks import Lock, hold_as_launcher
 from accel_parallel.metrics import format_processes, read_lines
+from accel_parallel.output import Result
 from accel_parallel.restarts import run_generations
 from accel_parallel.runs import Run, continued_by, discard_partial_checkpoints, open_run
 from accel_parallel.spec import Destination, destinations, parse_set
@@ -40,16 +40,6 @@ class Request:
     dry_run: bool = False
     print_env: bool = False
     script: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What to print, and how to end."""
-
-    data: dict[str, Any] | None
-    lines: list[str]
-    problems: list[Problem] = field(default_factory=list)
-    exit_code: int = 0
 
 
 def launch(request: Request, say: Callable[[str], None]) -> Result:

@@ -15,9 +15,10 @@ from accel_parallel.accelerate_yaml import loads, names_a_file, read_file, rende
 from accel_parallel.cli.heavy import call_heavy
 from accel_parallel.cli.scale import simulate
 from accel_parallel.cli.target import Target, find_target
-from accel_parallel.errors import LaunchError, Problem, RunError
+from accel_parallel.errors import LaunchError, RunError
 from accel_parallel.files import write_atomic
 from accel_parallel.metrics import format_bytes, format_processes
+from accel_parallel.output import Result
 from accel_parallel.rehearsal.check import Rehearsal
 from accel_parallel.rehearsal.judge import judge, refused
 from accel_parallel.rehearsal.junit import to_junit
@@ -42,16 +43,6 @@ class Request:
     keep_precision: bool = False
     junit: Path | None = None
     scale: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What to print; `exit_code` is 1 if something is not what was asked for."""
-
-    data: dict[str, Any]
-    lines: list[str]
-    problems: Sequence[Problem] = ()
-    exit_code: int = 0
 
 
 def rehearse(request: Request, say: Callable[[str], None]) -> Result:

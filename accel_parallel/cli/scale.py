@@ -14,7 +14,7 @@ from accel_parallel.errors import LaunchError, RunError
 from accel_parallel.launch import without_traces
 from accel_parallel.metrics import format_bytes
 from accel_parallel.rehearsal.check import Check, Rehearsal, table
-from accel_parallel.rehearsal.sharding import BYTES, Promise, other_traffic, traffic_table
+from accel_parallel.rehearsal.sharding import BYTES, Promise, sends_what_it_should
 from accel_parallel.spec import dump_spec, find_spec, read_spec
 from accel_parallel.strategies import STRATEGIES
 
@@ -76,18 +76,9 @@ def _judge(target: Target, promise: Promise, seen: Mapping[str, Any]) -> Rehears
     share = f"{promise.stored / (whole * BYTES):.2%} of {whole:,} parameters, at most {format_bytes(memory['peak'])}"
     checks = (
         Check("sharded", "is it sharded?", not wrong, share, tuple(wrong), table(["rank 0 holds", ""], rows)),
-        _sends(promise, seen),
+        sends_what_it_should(promise, [seen]),
     )
     size = seen["world_size"]
     title = f"{target.name}, simulated on {size:,} processes (fake tensors: none of them ran)"
     notes = (f"{seen['seconds']:.0f} s in one process that held {format_bytes(seen['peak_rss_bytes'])}",)
     return Rehearsal(target.name, title, checks, seen["seconds"], dict(seen), notes)
-
-
-def _sends(promise: Promise, seen: Mapping[str, Any]) -> Check:
-    found = other_traffic(promise, seen["traffic"])
-    sent = sum(item["sent_bytes"] for item in seen["traffic"])
-    number = sum(item["count"] for item in seen["traffic"])
-    summary = f"{number} collectives of a micro-batch, {format_bytes(sent)} sent by each process"
-    question = "does it send what it should?"
-    return Check("sends", question, not found, summary, tuple(found), traffic_table(seen["traffic"]))

@@ -7,7 +7,8 @@ from typing import Any
 from accel_parallel.rehearsal.check import Check, table
 
 ASKED = "is it what was asked?"
-WIDTH = 34
+WIDTHS = (34, 20, 18)
+"""Of the columns of keys; what is cut off is whole in `--json`."""
 
 
 def is_what_was_asked(processes: int, fsdp: bool, facts: Mapping[str, Any]) -> Check:
@@ -30,7 +31,8 @@ def is_what_was_asked(processes: int, fsdp: bool, facts: Mapping[str, Any]) -> C
     idle = [station["key"] for station in dead if "." not in station["key"]]
     notes = [f"without effect from a file, in Accelerate 1.15 and here: {', '.join(idle)}"] if idle else []
     rows = [[station["key"].rpartition(".")[2], station["asked"], _arrives(station)] for station in stations]
-    shown = table(["key", "asked", "Accelerate holds"], [[_cut(cell) for cell in row] for row in rows], left=3)
+    cut = [[_cut(cell, width) for cell, width in zip(row, WIDTHS, strict=True)] for row in rows]
+    shown = table(["key", "asked", "arrives as"], cut, left=3)
     lines = [*shown, *notes, *[f"on CPU: {item}" for item in substituted], *_module(facts)]
     return Check("asked", ASKED, not mismatches, summary, tuple(mismatches), tuple(lines))
 
@@ -51,7 +53,10 @@ def _arrives(station: Mapping[str, Any]) -> str:
     held = {**station["state"], **{key: value for key, value in station["environment"].items() if not station["state"]}}
     own = [field for field in held if field.rpartition(".")[2] == _name(station)]
     field = next(iter([*own, *held]), "")
-    return f"{field.removeprefix('plugin.')} {held[field]}" if field else station["where"]
+    if not field:
+        return str(station["where"])
+    value = str(held[field]).rpartition(".")[2] if str(held[field]).startswith("torch.") else str(held[field])
+    return value if field in own else f"{field.removeprefix('plugin.')} {value}"
 
 
 def _substitutions(facts: Mapping[str, Any]) -> list[str]:
@@ -78,5 +83,5 @@ def _module(facts: Mapping[str, Any]) -> list[str]:
     ][: 2 if units else 1]
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."

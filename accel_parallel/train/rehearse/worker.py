@@ -16,9 +16,10 @@ from accel_parallel.train.control import Control
 from accel_parallel.train.data import TokenData, TrainBatches
 from accel_parallel.train.failure import crash, explain
 from accel_parallel.train.loop import Outcome, train
-from accel_parallel.train.probe import Phase, observe_step
+from accel_parallel.train.probe import observe_step
 from accel_parallel.train.report import Reporter
 from accel_parallel.train.runtime import Runtime, describe
+from accel_parallel.train.training_step import training_step
 from accel_parallel.train.units import held_units, naming_units
 
 
@@ -71,23 +72,10 @@ def _rehearse(part: Part, control: Control) -> dict[str, Any]:
 
 
 def _cost(runtime: Runtime, data: TokenData, outcome: Outcome) -> dict[str, Any]:
-    """Collective. What a step like those of the training costs this process."""
-    spec, accelerator = runtime.spec, runtime.accelerator
+    """Collective. What a step costs this process."""
+    spec = runtime.spec
     batches = TrainBatches(data, spec.model.seq_len, spec.training, runtime.rank, runtime.world_size)
-    micro_batches = batches.step(0)
-
-    def step(phase: Phase) -> None:
-        for tokens, labels in micro_batches:  # (B, T) each
-            with accelerator.accumulate(outcome.model):
-                phase("forward")
-                loss = outcome.model(tokens, labels)
-                phase("backward")
-                accelerator.backward(loss)
-        phase("clip")
-        runtime.clip(outcome.model)
-        phase("optimizer")
-        outcome.optimizer.step()
-
+    step = training_step(runtime, outcome.model, outcome.optimizer, *batches.step(0)[-1])
     cost = observe_step(outcome.model, outcome.optimizer, step, naming=partial(naming_units, outcome.model))
     seen = cost.to_dict()
     return {"traffic": seen["traffic"], "units_traffic": seen["units"], "memory": seen["memory"]}

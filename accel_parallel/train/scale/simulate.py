@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor, Shard
 from accel_parallel.spec import RunSpec
 from accel_parallel.train.model import TransformerLM
 from accel_parallel.train.optimize import build_optimizer
-from accel_parallel.train.probe import Phase, ignore_phase, observe_collectives
+from accel_parallel.train.probe import ignore_phase, observe_collectives
 from accel_parallel.train.scale.live import peak_live
 from accel_parallel.train.scale.world import SimulatedRuntime, World
+from accel_parallel.train.training_step import training_step
 
 _FLOAT32 = 4
 
@@ -43,15 +44,7 @@ def simulate(spec: RunSpec, world: World) -> dict[str, Any]:
         tokens = torch.zeros(micro_batch, spec.model.seq_len, dtype=torch.int64)  # (B, T)
         model, optimizer = runtime.prepare(fresh, build_optimizer(fresh, spec.training), tokens, tokens)
 
-        def step(phase: Phase) -> None:
-            phase("forward")
-            loss = model(tokens, tokens)
-            phase("backward")
-            runtime.accelerator.backward(loss)
-            phase("clip")
-            runtime.clip(model)
-            phase("optimizer")
-            optimizer.step()
+        step = training_step(runtime, model, optimizer, tokens, tokens)
 
         # The first makes the optimizer's state, and lets DTensor find out shapes on tensors of global size.
         step(ignore_phase)
