@@ -103,3 +103,9 @@ def substitutions(
     """Everything this launch gets differently because it runs on CPUs, before its environment is changed for it."""
     launch = Launch(asked, backend, keep_precision, environment)
     return [row.substitution(asked.mixed_precision) for row in TABLE if row.applies(launch)]
+
+
+def of_plugin(key: str, version: int) -> Substitution:
+    """The same for a plugin that a script builds itself, of this version of FSDP."""
+    row = next(row for row in TABLE if row.key == key and row.when.startswith(f"FSDP version {version}"))
+    return row.substitution()

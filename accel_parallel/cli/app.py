@@ -83,6 +83,8 @@ def launch(arguments: argparse.Namespace, output: Output) -> None:
         max_restarts=arguments.max_restarts,
         dry_run=arguments.dry_run,
         print_env=arguments.print_env,
+        fsdp_in_script=arguments.fsdp_in_script,
+        observe=arguments.observe,
         script=tuple(arguments.script),
     )
     result = launch_target(request, output.say)

@@ -39,6 +39,8 @@ class Request:
     max_restarts: int = 0
     dry_run: bool = False
     print_env: bool = False
+    fsdp_in_script: bool = False
+    observe: Path | None = None
     script: tuple[str, ...] = ()
 
 
@@ -46,6 +48,10 @@ def launch(request: Request, say: Callable[[str], None]) -> Result:
     """Do what was requested. Raises AccelParallelError before anything starts; the result says how it ended."""
     if request.script and (request.run or request.fresh or request.stop_at):
         raise LaunchError("--run, --fresh and --stop-at belong to the training loop, not to a script of yours")
+    if request.fsdp_in_script and not request.script:
+        raise LaunchError("--fsdp-in-script belongs to a script of yours, not to the training loop")
+    if request.observe and not request.script:
+        raise LaunchError("--observe belongs to a script of yours, not to the training loop")
     if request.script and request.print_env:
         raise LaunchError("--print-env is about the training loop", hint="leave the script out")
     if request.max_restarts and request.print_env:
@@ -169,6 +175,8 @@ def _plan(target: Target, request: Request, config: Path, run: Path | None = Non
     worker = ["--cpu"] if request.cpu else []
     worker += ["--keep-precision"] if request.keep_precision else []
     if request.script:
+        worker += ["--fsdp-in-script"] if request.fsdp_in_script else []
+        worker += ["--observe", str(request.observe.absolute())] if request.observe else []
         module = request.script[0] == "-m"
         worker += ["--module", *request.script[1:]] if module else list(request.script)
     else:

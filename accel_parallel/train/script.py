@@ -11,11 +11,13 @@ import os
 import runpy
 import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from accel_parallel.asked import Asked
 from accel_parallel.errors import LaunchError, Problem
 from accel_parallel.say import say
+from accel_parallel.substitutions import Substitution
 from accel_parallel.train.status import end_process, open_status
 
 
@@ -27,9 +29,11 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> None:
         nonlocal code
-        enter_launch(arguments.cpu, arguments.keep_precision)
+        asked = Asked.from_environment(os.environ)
+        changed = enter_launch(arguments.cpu, arguments.keep_precision, fsdp_in_script=arguments.fsdp_in_script)
         try:
-            run(arguments.script, arguments.arguments, as_module=arguments.module)
+            with observing(arguments.observe, asked, changed):
+                run(arguments.script, arguments.arguments, as_module=arguments.module)
         except SystemExit as end:
             said = not (end.code is None or isinstance(end.code, int))
             code = status.failed(1, [Problem(str(end.code), code="script")]) if said else int(end.code or 0)
@@ -41,6 +45,10 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m accel_parallel.train.script", description=__doc__)
     result.add_argument("--cpu", action="store_true", help="use CPUs even where there are accelerators")
     result.add_argument("--keep-precision", action="store_true", help="on CPU, compute in the asked precision")
+    text = "on CPU, let a plugin that the script passes shard, although the launch does not ask for FSDP"
+    result.add_argument("--fsdp-in-script", action="store_true", help=text)
+    text = "write what each process did, as far as it can be seen from outside, to DIR/rank-NN.json"
+    result.add_argument("--observe", type=Path, metavar="DIR", help=text)
     result.add_argument("--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     result.add_argument("--status-dir", type=Path, help=argparse.SUPPRESS)
     result.add_argument("script", metavar="SCRIPT")
@@ -48,17 +56,39 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def enter_launch(force_cpu: bool, keep_precision: bool) -> None:
-    """Join the launch, as the script's first `Accelerator` would, if it has to be done differently on CPUs."""
+def enter_launch(force_cpu: bool, keep_precision: bool, *, fsdp_in_script: bool = False) -> list[Substitution]:
+    """Join the launch, as the script's first `Accelerator` would, if it has to be done differently on CPUs.
+
+    Returns what is done differently; a plugin that the script builds later may add to the list.
+    """
+    from accel_parallel.train.runtime import cpu
     from accel_parallel.train.runtime.join import enter, join
 
     asked = Asked.from_environment(os.environ)
     changed = enter(asked, force_cpu=force_cpu, keep_precision=keep_precision)
     if changed is None:
-        return
-    join(asked, True, {})
-    for item in changed if os.environ.get("RANK", "0") == "0" else ():
-        say(f"on CPU: {item}")
+        return []
+    said: list[Substitution] = []
+
+    def tell(item: Substitution) -> None:
+        if item not in said:
+            said.append(item)
+            if os.environ.get("RANK", "0") == "0":
+                say(f"on CPU: {item}")
+
+    join(asked, True, {}, tell)
+    cpu.meet_plugin_of_script(asked, fsdp_in_script, tell)
+    for item in changed:
+        tell(item)
+    return said
+
+
+def observing(folder: Path | None, asked: Asked, changed: list[Substitution]) -> AbstractContextManager[None]:
+    if folder is None:
+        return nullcontext()
+    from accel_parallel.train.watch_script import watching
+
+    return watching(folder, asked, changed)
 
 
 def run(script: str, arguments: list[str], *, as_module: bool) -> None:

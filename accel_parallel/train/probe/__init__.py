@@ -10,6 +10,7 @@ from accel_parallel.train.probe.collectives import (
     UnitTraffic,
     bytes_of,
     ring_bytes,
+    storage_bytes,
     storages_of,
     tensors_of,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "observe_step",
     "peak_allocated",
     "ring_bytes",
+    "storage_bytes",
     "storages_of",
     "tensors_of",
 ]

@@ -151,3 +151,8 @@ def bytes_of(storages: Iterable[StorageWeakRef]) -> int:
     """What is still there of them, each as large as it is now."""
     alive = (torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in storages)
     return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def storage_bytes(*values: Any) -> int:
+    """Bytes of the storages under all tensors in `values` (tensors, lists, dicts), each counted once."""
+    return bytes_of(storages_of(values))

@@ -7,16 +7,26 @@ done differently is in the table of `substitutions`; a function here is one of i
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 from accel_parallel.asked import Asked, Parallelism
+from accel_parallel.errors import LaunchError
+from accel_parallel.substitutions import Substitution, of_plugin
+
+Tell = Callable[[Substitution], None]
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+# One process of a launch that asks for several devices has the second type.
+_ON_CPU = (DistributedType.MULTI_CPU, DistributedType.NO)
 
 
 def prepare_environment(asked: Asked, keep_precision: bool, env: MutableMapping[str, str] = os.environ) -> None:
@@ -31,16 +41,43 @@ def prepare_environment(asked: Asked, keep_precision: bool, env: MutableMapping[
         env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
-def make_fsdp_work(asked: Asked) -> None:
-    """Collective. Let Accelerate and torch build FSDP on this CPU process; call once the process group exists."""
+def make_fsdp_work(asked: Asked, tell: Tell) -> None:
+    """Let Accelerate and torch build FSDP on this CPU process; call once the process group exists."""
     if not asked.fsdp:
         return
     promote_to_fsdp()
-    offload_without_a_device()
-    if asked.parallelism is Parallelism.FSDP1:
-        FlatParamHandle.to_cpu = _stay  # type: ignore[method-assign,assignment]
-        if asked.sharding_strategy.startswith("HYBRID_SHARD"):
-            shard_inside_machines(asked)
+    adapt_plugins(tell)
+    adapt_version1(asked)
+
+
+def meet_plugin_of_script(asked: Asked, allowed: bool, tell: Tell) -> None:
+    """For a launch that does not ask for FSDP: make a plugin that the script passes work, if that is `allowed`.
+
+    On accelerators Accelerate would shard. On CPUs it ignores the plugin and trains replicas, silently
+    (AcceleratorState.__init__, accelerate/state.py, 1.15): where it is not allowed, `Accelerator` raises LaunchError.
+    """
+    if asked.parallelism is not Parallelism.DDP:
+        return
+    if allowed:
+        adapt_plugins(tell)
+    original = AcceleratorState.__init__
+
+    @functools.wraps(original)
+    def init(state: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("fsdp_plugin") is not None and PartialState().distributed_type in _ON_CPU:
+            if not allowed:
+                raise LaunchError(
+                    "the script passes a FullyShardedDataParallelPlugin, but the launch does not ask for FSDP: on CPU "
+                    "its model would be replicated",
+                    hint="pass --fsdp-in-script, or set distributed_type: FSDP in the accelerate file",
+                )
+            # A plugin of a second Accelerator has no effect, here or on accelerators.
+            if AcceleratorState._shared_state == {}:
+                promote_to_fsdp()
+                adapt_version1(asked)
+        original(state, *args, **kwargs)
+
+    AcceleratorState.__init__ = init
 
 
 def promote_to_fsdp() -> None:
@@ -49,40 +86,59 @@ def promote_to_fsdp() -> None:
     AcceleratorState promotes only accelerator types to FSDP (accelerate/state.py, 1.15). The private attribute is
     pinned by a test; verified on accelerate 1.15.
     """
-    from accelerate import PartialState
-
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def offload_without_a_device() -> None:
-    """Every plugin from now on, a script's own too, offloads without pinned memory (version 2) or not at all (1)."""
+def adapt_plugins(tell: Tell) -> None:
+    """Every plugin from now on, a script's own too, can be built without a device; `tell` hears what a script lost.
+
+    Version 2 offloads without pinned memory. Version 1 does not offload, and fills no weights from the first process.
+    """
     original = FullyShardedDataParallelPlugin.__post_init__
 
     @functools.wraps(original)
     def post_init(plugin: FullyShardedDataParallelPlugin) -> None:
+        version = plugin.fsdp_version or int(os.environ.get("FSDP_VERSION", "1"))
+        offloads = plugin.cpu_offload
+        for key in ("sync_module_states", "cpu_ram_efficient_loading") if version == 1 else ():
+            given = getattr(plugin, key)
+            if given or (given is None and os.environ.get(f"FSDP_{key.upper()}", "false").lower() == "true"):
+                tell(of_plugin(f"fsdp_{key}", version))
+            setattr(plugin, key, False)
         original(plugin)
         # The policy that does not offload is an object too, and true.
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
             plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
         elif isinstance(plugin.cpu_offload, CPUOffload):
+            offloads = offloads and plugin.cpu_offload.offload_params
             plugin.cpu_offload = CPUOffload(offload_params=False)
+        else:
+            offloads = False
+        if offloads:
+            tell(of_plugin("fsdp_offload_params", version))
 
     FullyShardedDataParallelPlugin.__post_init__ = post_init
 
 
-def shard_inside_machines(asked: Asked) -> None:
-    """Collective. Give version 1's hybrid sharding the machines of the launch.
+def adapt_version1(asked: Asked) -> None:
+    """Let version 1, whoever asks for it, collect whole states, and give its hybrid sharding the launch's machines.
 
-    Left alone, it takes the CPU for the only device of a machine, shards over one process and averages no gradients
-    (torch 2.13).
+    Left alone, hybrid sharding takes the CPU for the only device of a machine, shards over one process and averages no
+    gradients (torch 2.13).
     """
-    mesh = init_device_mesh("cpu", (asked.num_machines, asked.local_world_size), mesh_dim_names=("replicate", "shard"))
+    FlatParamHandle.to_cpu = _stay  # type: ignore[method-assign,assignment]
     original = FullyShardedDataParallel.__init__
+
+    @functools.cache
+    def machines() -> DeviceMesh:  # collective, as building a model is
+        shape = (asked.num_machines, asked.local_world_size)
+        return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
     @functools.wraps(original)
     def init(self: FullyShardedDataParallel, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if not args and kwargs.get("process_group") is None and kwargs.get("device_mesh") is None:
-            kwargs["device_mesh"] = mesh
+        hybrid = kwargs.get("sharding_strategy") in _HYBRID
+        if hybrid and not args and kwargs.get("process_group") is None and kwargs.get("device_mesh") is None:
+            kwargs["device_mesh"] = machines()
         original(self, module, *args, **kwargs)
 
     FullyShardedDataParallel.__init__ = init  # type: ignore[method-assign]

@@ -38,13 +38,16 @@ def enter(asked: Asked, *, backend: str = "auto", force_cpu: bool, keep_precisio
     return None
 
 
-def join(asked: Asked, on_cpu: bool, options: dict[str, Any]) -> None:
-    """Collective. Create Accelerate's process state, and with it the process group, told `options`."""
+def join(asked: Asked, on_cpu: bool, options: dict[str, Any], tell: cpu.Tell = lambda _: None) -> None:
+    """Collective. Create Accelerate's process state, and with it the process group, told `options`.
+
+    `tell` hears what a plugin asks for later, in a script, and gets differently on CPUs.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
         PartialState(cpu=on_cpu, **options)
     if on_cpu:
-        cpu.make_fsdp_work(asked)
+        cpu.make_fsdp_work(asked, tell)
 
 
 def accelerators() -> int:

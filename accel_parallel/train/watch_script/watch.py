@@ -1,0 +1,185 @@
+"""The methods of Accelerate's classes that are replaced while a script runs. Each calls the original, once."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.tracking import GeneralTracker
+from torch import nn
+
+from accel_parallel.asked import Asked
+from accel_parallel.substitutions import Substitution
+from accel_parallel.train.watch_script.models import Before, describe, watch_first_forward
+from accel_parallel.train.watch_script.record import MOST_LOSSES, Record, number, readable, scalar
+from accel_parallel.train.watch_script.steps import Steps
+
+
+@contextmanager
+def watching(folder: Path, asked: Asked, substitutions: list[Substitution]) -> Iterator[None]:
+    """Observe what runs inside, and write it to `folder`/rank-NN.json, however it ends. Raises OSError.
+
+    `asked` is what the launch asks for; a plugin that the script builds may still add to `substitutions`.
+    """
+    record = Record(folder.absolute(), substitutions)
+    steps = Steps(record)
+    with ExitStack() as replaced:
+        Observers(record, steps, asked).install(replaced)
+        try:
+            record.write()
+            yield
+        except SystemExit as end:
+            record.ended = "done" if end.code in (None, 0) else f"SystemExit: {end.code}"
+            raise
+        except BaseException as error:
+            record.ended = f"{type(error).__name__}: {error}"
+            raise
+        else:
+            record.ended = "done"
+        finally:
+            steps.end()
+            record.write()
+
+
+class Observers:
+    """What the replaced methods do besides what they are there for."""
+
+    def __init__(self, record: Record, steps: Steps, asked: Asked) -> None:
+        self._record, self._steps, self._asked = record, steps, asked
+        self._seen: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
+        self._preparing = False
+        self._logging = False
+
+    def install(self, replaced: ExitStack) -> None:
+        replace(replaced, Accelerator, "__init__", self._init)
+        replace(replaced, Accelerator, "prepare", self._prepare)
+        replace(replaced, Accelerator, "prepare_model", self._prepare)
+        replace(replaced, Accelerator, "backward", self._backward)
+        replace(replaced, Accelerator, "log", self._log)
+        replace(replaced, AcceleratedOptimizer, "step", self._step)
+        for tracker in subclasses(GeneralTracker):
+            if "log" in vars(tracker):
+                replace(replaced, tracker, "log", self._log)
+        # Those that the script defines itself.
+        original = GeneralTracker.__init_subclass__
+
+        def init_subclass(cls: type, **kwargs: Any) -> None:
+            original(**kwargs)
+            if "log" in vars(cls):
+                replace(replaced, cls, "log", self._log)
+
+        GeneralTracker.__init_subclass__ = classmethod(init_subclass)
+        replaced.callback(delattr, GeneralTracker, "__init_subclass__")
+
+    def _init(self, original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+
+        def init(accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
+            given = dict(signature.bind(accelerator, *args, **kwargs).arguments)
+            del given["self"]
+            seen: dict[str, Any] = {"given": {name: readable(value) for name, value in given.items()}, "got": None}
+            self._seen[accelerator] = len(self._record.accelerators)
+            self._record.accelerators.append(seen)
+            original(accelerator, *args, **kwargs)
+            seen["got"] = {
+                "distributed_type": accelerator.distributed_type.value,
+                "num_processes": accelerator.num_processes,
+                "mixed_precision": accelerator.mixed_precision,
+                "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+                "device": accelerator.device.type,
+                "fsdp_plugin": readable(getattr(accelerator.state, "fsdp_plugin", None)),
+            }
+
+        return init
+
+    def _prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Of `prepare`, or of `prepare_model`, which it calls."""
+
+        def prepare(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+            if self._preparing:
+                return original(accelerator, *args, **kwargs)
+            objects = args or (kwargs.get("model"),)
+            before = {place: Before.of(item) for place, item in enumerate(objects) if isinstance(item, nn.Module)}
+            known = {id(model) for model in accelerator._models}
+            self._preparing = True
+            try:
+                result = original(accelerator, *args, **kwargs)
+            finally:
+                self._preparing = False
+            results = result if len(objects) > 1 else [result]
+            for place, earlier in before.items():
+                if id(results[place]) not in known:  # prepared a second time, which does nothing
+                    self._prepared(accelerator, results[place], earlier)
+            if before:
+                self._record.write()
+            return result
+
+        return prepare
+
+    def _prepared(self, accelerator: Accelerator, model: nn.Module, before: Before) -> None:
+        number = self._seen[accelerator]
+        own_plugin = self._record.accelerators[number]["given"].get("fsdp_plugin") is not None
+        described = {"accelerator": number, **describe(model, before, accelerator, own_plugin, self._asked)}
+        self._record.models.append(described)
+        watch_first_forward(model, described)
+
+    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        def backward(accelerator: Accelerator, loss: Any, **kwargs: Any) -> None:
+            if len(self._record.backward) < MOST_LOSSES:
+                value = scalar(loss)
+                self._record.backward += [] if value is None else [number(value)]
+            original(accelerator, loss, **kwargs)
+            self._record.backward_passes += 1
+
+        return backward
+
+    def _log(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Of an Accelerator, or of a tracker, which it calls: `log(values, step=None, ...)`."""
+
+        def log(logger: Any, *args: Any, **kwargs: Any) -> Any:
+            outer = not self._logging
+            if outer:
+                values, step = (*args, None, None)[:2]
+                self._keep_losses(kwargs.get("values", values), kwargs.get("step", step))
+            self._logging = True
+            try:
+                return original(logger, *args, **kwargs)
+            finally:
+                self._logging = not outer
+
+        return log
+
+    def _keep_losses(self, values: Any, step: Any) -> None:
+        for key, value in values.items() if isinstance(values, dict) else ():
+            found = scalar(value) if "loss" in str(key).lower() else None
+            if found is not None:
+                at = {"step": step if isinstance(step, int) else None, "optimizer_steps": self._record.optimizer_steps}
+                self._record.logged.append({"key": str(key), **at, "value": number(found)})
+
+    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(optimizer: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
+            result = original(optimizer, *args, **kwargs)
+            # Inside `accumulate` most steps do nothing, and a gradient scaler skips those that overflow.
+            if optimizer.gradient_state.sync_gradients and not optimizer.step_was_skipped:
+                self._steps.ended(optimizer)
+            return result
+
+        return step
+
+
+def replace(replaced: ExitStack, owner: type, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
+    """Put `make(original)` in the place of a method until `replaced` is closed."""
+    original = vars(owner)[name]
+    setattr(owner, name, functools.wraps(original)(make(original)))
+    replaced.callback(setattr, owner, name, original)
+
+
+def subclasses(parent: type) -> Iterator[type]:
+    for child in parent.__subclasses__():
+        yield child
+        yield from subclasses(child)
