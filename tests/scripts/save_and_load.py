@@ -43,7 +43,8 @@ def main() -> None:
     accelerator.save_state(str(folder / "half"))
     first = train(range(2, 5))
     accelerator.load_state(str(folder / "half"))
-    assert train(range(2, 5)) == first
+    again = train(range(2, 5))
+    assert again == first, (again, first)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a prepared model really is, seen from its own parameters, shards and one discarded step."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -91,8 +91,10 @@ def watch(model: nn.Module) -> Iterator[Step]:
     def record_dtype(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         step.compute_dtypes.add(output.dtype)
 
-    # Version 2 never gives back a final norm that Accelerate made a unit: its backward pass comes first anyway.
-    inner_units = [m for m in model.modules() if _is_unit(m) and m is not model and "Norm" not in _class_name(m)]
+    # Version 2 never gives back a final norm, or a head and what is tied to it, that Accelerate made a unit: their
+    # backward pass comes first anyway (fsdp2_prepare_model, accelerate/utils/fsdp_utils.py, 1.15).
+    kept = {id(model), *map(id, _embeddings(model))}
+    inner_units = [m for m in model.modules() if _is_unit(m) and id(m) not in kept and "Norm" not in _class_name(m)]
 
     def record_reshard(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if inner_units:
@@ -143,6 +145,15 @@ def _class_name(module: nn.Module) -> str:
 
 def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel | FSDPModule)
+
+
+def _embeddings(model: nn.Module) -> list[nn.Module]:
+    """Of a model of transformers: where tokens come in, and where they go out."""
+    found = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        with suppress(NotImplementedError):
+            found.append(getattr(model, name, lambda: None)())
+    return [module for module in found if module is not None]
 
 
 def _is_sharded_now(unit: nn.Module) -> bool:
