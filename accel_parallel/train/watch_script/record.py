@@ -25,7 +25,7 @@ MOST_LOSSES = 50
 
 
 class Record:
-    """Everything seen so far. `ended` is None until the script has: a file with None is of a process that was killed."""
+    """Everything seen so far. `ended` is None until the script has: with None the process was killed."""
 
     def __init__(self, folder: Path, substitutions: list[Substitution]) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -39,7 +39,7 @@ class Record:
         self.windows: list[dict[str, Any]] = []
         self.no_windows: str | None = None
         self.logged: list[dict[str, Any]] = []
-        self.backward: list[float] = []
+        self.backward: list[float | str] = []
         self.backward_passes = 0
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -72,7 +72,7 @@ def peak_rss_bytes() -> int:
 
 def scalar(value: Any) -> float | None:
     """A number, or a tensor of one that needs no other process to be read; a number that is not finite stays one."""
-    if isinstance(value, bool) or isinstance(value, DTensor):
+    if isinstance(value, bool | DTensor):
         return None
     if isinstance(value, int | float):
         return float(value)

@@ -68,7 +68,7 @@ class Observers:
         # Those that the script defines itself.
         original = GeneralTracker.__init_subclass__
 
-        def init_subclass(cls: type, **kwargs: Any) -> None:
+        def init_subclass(cls: type, /, **kwargs: Any) -> None:
             original(**kwargs)
             if "log" in vars(cls):
                 replace(replaced, cls, "log", self._log)
@@ -180,6 +180,7 @@ def replace(replaced: ExitStack, owner: type, name: str, make: Callable[[Callabl
 
 
 def subclasses(parent: type) -> Iterator[type]:
+    child: type
     for child in parent.__subclasses__():
         yield child
         yield from subclasses(child)
