@@ -84,7 +84,6 @@ def launch(arguments: argparse.Namespace, output: Output) -> None:
         dry_run=arguments.dry_run,
         print_env=arguments.print_env,
         fsdp_in_script=arguments.fsdp_in_script,
-        observe=arguments.observe,
         script=tuple(arguments.script),
     )
     result = launch_target(request, output.say)
@@ -92,8 +91,8 @@ def launch(arguments: argparse.Namespace, output: Output) -> None:
 
 
 def rehearse(arguments: argparse.Namespace, output: Output) -> None:
-    from accel_parallel.cli.rehearse import Request
-    from accel_parallel.cli.rehearse import rehearse as rehearse_target
+    from accel_parallel.cli.rehearsing import Request
+    from accel_parallel.cli.rehearsing import rehearse as rehearse_target
 
     request = Request(
         targets=tuple(arguments.targets),

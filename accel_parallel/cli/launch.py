@@ -40,7 +40,6 @@ class Request:
     dry_run: bool = False
     print_env: bool = False
     fsdp_in_script: bool = False
-    observe: Path | None = None
     script: tuple[str, ...] = ()
 
 
@@ -50,8 +49,6 @@ def launch(request: Request, say: Callable[[str], None]) -> Result:
         raise LaunchError("--run, --fresh and --stop-at belong to the training loop, not to a script of yours")
     if request.fsdp_in_script and not request.script:
         raise LaunchError("--fsdp-in-script belongs to a script of yours, not to the training loop")
-    if request.observe and not request.script:
-        raise LaunchError("--observe belongs to a script of yours, not to the training loop")
     if request.script and request.print_env:
         raise LaunchError("--print-env is about the training loop", hint="leave the script out")
     if request.max_restarts and request.print_env:
@@ -176,7 +173,6 @@ def _plan(target: Target, request: Request, config: Path, run: Path | None = Non
     worker += ["--keep-precision"] if request.keep_precision else []
     if request.script:
         worker += ["--fsdp-in-script"] if request.fsdp_in_script else []
-        worker += ["--observe", str(request.observe.absolute())] if request.observe else []
         module = request.script[0] == "-m"
         worker += ["--module", *request.script[1:]] if module else list(request.script)
     else:

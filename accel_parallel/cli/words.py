@@ -69,7 +69,6 @@ def launch_words(verb: Parser) -> None:
     verb.add_argument("--max-restarts", type=natural, default=0, metavar="N", help=text)
     text = "on CPU, let a plugin that only the script passes shard"
     verb.add_argument("--fsdp-in-script", action="store_true", help=text)
-    verb.add_argument("--observe", type=Path, help=argparse.SUPPRESS)
     verb.add_argument("--dry-run", action="store_true", help="print file, environment and command; start nothing")
     verb.add_argument("--print-env", action="store_true", help="print the environment that torchrun needs, for eval")
     verb.usage = "%(prog)s STRATEGY|FILE [options] [-- [-m] SCRIPT ARGS]"

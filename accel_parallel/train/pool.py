@@ -22,6 +22,8 @@ PRELOADED = "accel_parallel.train.preload"
 GRACE_SECONDS = 5
 """How long the others of a job may go on after one of its processes has failed."""
 
+ENDED_WITH_OTHERS = "ended with the others"
+
 Answer = tuple[str, Any]
 """("ok", what the function returned) or ("error", a traceback, or how the process ended)."""
 
@@ -68,7 +70,7 @@ class Job:
             if any(kind == "error" for kind, _ in answers.values()):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         failed = any(kind == "error" for kind, _ in answers.values())
-        silent = ("error", "ended with the others" if failed else f"no answer in {timeout:.0f} s")
+        silent = ("error", ENDED_WITH_OTHERS if failed else f"no answer in {timeout:.0f} s")
         self.end()
         return [answers.get(rank, silent) for rank in range(len(self.processes))]
 

@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 
 from accel_parallel.asked import Asked
@@ -29,11 +29,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> None:
         nonlocal code
-        asked = Asked.from_environment(os.environ)
-        changed = enter_launch(arguments.cpu, arguments.keep_precision, fsdp_in_script=arguments.fsdp_in_script)
+        enter_launch(arguments.cpu, arguments.keep_precision, fsdp_in_script=arguments.fsdp_in_script)
         try:
-            with observing(arguments.observe, asked, changed):
-                run(arguments.script, arguments.arguments, as_module=arguments.module)
+            run(arguments.script, arguments.arguments, as_module=arguments.module)
         except SystemExit as end:
             said = not (end.code is None or isinstance(end.code, int))
             code = status.failed(1, [Problem(str(end.code), code="script")]) if said else int(end.code or 0)
@@ -47,8 +45,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--keep-precision", action="store_true", help="on CPU, compute in the asked precision")
     text = "on CPU, let a plugin that the script passes shard, although the launch does not ask for FSDP"
     result.add_argument("--fsdp-in-script", action="store_true", help=text)
-    text = "write what each process did, as far as it can be seen from outside, to DIR/rank-NN.json"
-    result.add_argument("--observe", type=Path, metavar="DIR", help=text)
     result.add_argument("--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     result.add_argument("--status-dir", type=Path, help=argparse.SUPPRESS)
     result.add_argument("script", metavar="SCRIPT")
@@ -83,15 +79,7 @@ def enter_launch(force_cpu: bool, keep_precision: bool, *, fsdp_in_script: bool 
     return said
 
 
-def observing(folder: Path | None, asked: Asked, changed: list[Substitution]) -> AbstractContextManager[None]:
-    if folder is None:
-        return nullcontext()
-    from accel_parallel.train.watch_script import watching
-
-    return watching(folder, asked, changed)
-
-
-def run(script: str, arguments: list[str], *, as_module: bool) -> None:
+def run(script: str, arguments: Sequence[str], *, as_module: bool) -> None:
     """Run a script, or a module, as the main program. What it raises goes through, SystemExit too."""
     if as_module:
         sys.path.insert(0, str(Path.cwd()))
@@ -119,11 +107,16 @@ def _is_module(name: str) -> bool:
 
 def finish(code: int) -> None:
     """What the interpreter does at its end, without freeing process groups: see `end_process`."""
+    wind_up(code)
+    end_process(code)
+
+
+def wind_up(code: int) -> None:
+    """Wait for the script's threads, and call what it wants called at the end."""
     for thread in threading.enumerate() if code == 0 else ():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
-    end_process(code)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class Status:
         known = explain(error, self._rank, self.control.step)
         if known is not None:
             return self.failed(known.exit_code, known.problems)
-        return self.failed(1, [crash(error, self._rank, self.control.step)], _trace(error))
+        return self.failed(1, [crash(error, self._rank, self.control.step)], trace_of(error))
 
     def failed(self, exit_code: int, problems: list[Problem], trace: str | None = None) -> int:
         if self._directory:
@@ -86,7 +86,7 @@ class Status:
         write_atomic(self._directory / name, json.dumps(content))
 
 
-def _trace(error: BaseException) -> str:
+def trace_of(error: BaseException) -> str:
     """The traceback without what only starts the training or the script."""
     trace = error.__traceback__
     while trace and trace.tb_next and Path(trace.tb_frame.f_code.co_filename).name in _STARTERS:

@@ -1,4 +1,4 @@
-"""One file rehearsed: what Accelerate's launcher makes of it, and launches of the project's loop under that."""
+"""One file rehearsed: what Accelerate's launcher makes of it, and launches of the loop or of a script under that."""
 
 import json
 import os
@@ -14,18 +14,24 @@ from accel_parallel.launch import without_traces
 from accel_parallel.metrics import by_step, read_lines
 from accel_parallel.say import say
 from accel_parallel.spec import load_spec
-from accel_parallel.train.pool import start_job
+from accel_parallel.train.pool import ENDED_WITH_OTHERS, Answer, start_job
 from accel_parallel.train.rehearse.drawn import draw_tokens
+from accel_parallel.train.rehearse.script import ScriptPart, rehearse_script
 from accel_parallel.train.rehearse.worker import Part, rehearse_part
 from accel_parallel.train.stations import launched, stations
 
 SECONDS = 600
 """A launch of a few steps that has not answered by then hangs."""
+SCRIPT_SECONDS = 10 * 24 * 3600
+"""How long somebody's script takes is theirs to say; a wait has to have an end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`folder` holds `accelerate.yaml` and `spec.yaml`. A reference is only trained, for others to compare with."""
+    """`folder` holds `accelerate.yaml` and `spec.yaml`. A reference is only run, for others to compare with.
+
+    With `script`, what stood after `--`, that runs instead of the project's loop.
+    """
 
     folder: Path
     name: str
@@ -33,17 +39,26 @@ class Task:
     machines: int
     reference: bool
     keep_precision: bool
+    script: tuple[str, ...] = ()
+    fsdp_in_script: bool = False
 
 
 def run_task(task: Task, began: float) -> None:
     """Write `facts.json` into its folder; `began` is when its first seconds were spent."""
-    say("trains the reference: one process" if task.reference else f"rehearses {task.name}")
+    say(_doing(task))
     facts = {**_launches(task, began), "seconds": time.time() - began}
     write_atomic(task.folder / "facts.json", json.dumps(facts))
 
 
+def _doing(task: Task) -> str:
+    what = " ".join(task.script)
+    if task.reference:
+        return f"runs {what} under DDP, to compare with" if what else "trains the reference: one process"
+    return f"rehearses {task.name}: {what}" if what else f"rehearses {task.name}"
+
+
 def _launches(task: Task, began: float) -> dict[str, Any]:
-    config, spec = task.folder / "accelerate.yaml", load_spec(task.folder / "spec.yaml")
+    config = task.folder / "accelerate.yaml"
     facts: dict[str, Any] = {"refused": None, "stations": [], "ranks": [], "resumed": []}
     facts |= {"steps": {}, "steps_resumed": {}}
     try:
@@ -54,10 +69,12 @@ def _launches(task: Task, began: float) -> dict[str, Any]:
         return {**facts, "refused": error.message}
     if launch.processes != task.processes:
         return facts
-    data = draw_tokens(task.folder / "tokens", spec)
-    run = task.folder / "run"
-    first = Part(spec, data, run, look=not task.reference, keep_precision=task.keep_precision, began=began)
     environment = {**without_traces(os.environ), **launch.environment}
+    if task.script:
+        return {**facts, "environment": launch.environment, "ranks": _run_script(task, environment)}
+    spec, run = load_spec(task.folder / "spec.yaml"), task.folder / "run"
+    data = draw_tokens(task.folder / "tokens", spec)
+    first = Part(spec, data, run, look=not task.reference, keep_precision=task.keep_precision, began=began)
     facts["ranks"] = _launch(first, environment, task)
     facts["steps"] = _numbers(run)
     if not task.reference and not any("error" in rank for rank in facts["ranks"]):
@@ -70,11 +87,32 @@ def _launches(task: Task, began: float) -> dict[str, Any]:
 def _launch(part: Part, environment: dict[str, str], task: Task) -> list[dict[str, Any]]:
     """What each process of the launch saw, in rank order."""
     job = start_job(rehearse_part, environment, task.processes, [part], machines=task.machines)
-    ranks = []
-    for rank, (kind, answer) in enumerate(job.results(SECONDS)):
-        problem = {"message": answer, "code": "crash"}
-        ranks.append(answer if kind == "ok" else {"rank": rank, "error": problem})
-    return ranks
+    return [{"rank": rank, **answer} for rank, answer in enumerate(map(_answer, job.results(SECONDS)))]
+
+
+def _run_script(task: Task, environment: dict[str, str]) -> list[dict[str, Any]]:
+    """What was seen of the script in each process, in rank order, and how it ended there."""
+    seen = task.folder / "seen"
+    seen.mkdir()
+    part = ScriptPart(task.script, seen, task.fsdp_in_script, task.keep_precision)
+    job = start_job(rehearse_script, environment, task.processes, [part], machines=task.machines)
+    answers = [_answer(result) for result in job.results(SCRIPT_SECONDS)]
+    trace = next((answer["traceback"] for answer in answers if answer.get("traceback")), None)
+    if trace:
+        say(trace.rstrip())
+    return [{**_record(seen / f"rank-{rank:02d}.json"), "rank": rank, **answer} for rank, answer in enumerate(answers)]
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """Empty if that process ended before it ran the script."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def _answer(result: Answer) -> dict[str, Any]:
+    kind, answer = result
+    if kind == "ok":
+        return dict(answer)
+    return {"error": {"message": answer, "code": "peer-lost" if answer == ENDED_WITH_OTHERS else "crash"}}
 
 
 def _before_the_last_step(run: Path) -> Path:

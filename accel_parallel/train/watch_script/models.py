@@ -1,16 +1,17 @@
 """A model before it is prepared, after, and in its first forward pass."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from accel_parallel.asked import Asked
+from accel_parallel.asked import Asked, Parallelism
 from accel_parallel.train.probe import storage_bytes
-from accel_parallel.train.runtime.observe import Original, Step, observe, watch
+from accel_parallel.train.runtime.check import mismatches
+from accel_parallel.train.runtime.observe import Observed, Original, Step, observe, watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,27 @@ class Before:
         return cls(Original.of(model), type(model).__name__, size, trainable)
 
 
-def describe(
+def watch_model(
     model: nn.Module, before: Before, accelerator: Accelerator, own_plugin: bool, asked: Asked
 ) -> dict[str, Any]:
-    """A prepared model, which has not run yet. Sizes in elements unless they are called bytes."""
-    shard_size = _shard_size(accelerator, asked) if own_plugin else asked.shard_size
-    observed = observe(model, before.original, Step(), accelerator.num_processes, shard_size)
+    """A prepared model, which has not run yet. Sizes in elements unless they are called bytes.
+
+    What its first forward pass shows is filled in when that comes; it costs nothing afterwards. `mismatches` are
+    against what the launch asked for, or the plugin that the script made itself.
+    """
+    asked = _of_plugin(accelerator, asked) if own_plugin else asked
+    observed = observe(model, before.original, Step(), accelerator.num_processes, asked.shard_size)
     # Version 1 without the original parameters: whether weights are tied inside a flat one does not show.
     flat = any(name.endswith("_flat_param") for name, _ in model.named_parameters())
-    return {
+    if flat:
+        observed = replace(observed, tied=before.original.tied)
+    precision = accelerator.mixed_precision
+
+    def differences(observed: Observed) -> list[str]:
+        # Accelerate shards nothing of a model that is not trained.
+        return mismatches(asked, observed, before.original, precision) if before.trainable else []
+
+    described = {
         "class": before.name,
         "own_plugin": own_plugin,
         "parallelism": observed.parallelism.value,
@@ -50,17 +63,14 @@ def describe(
         "trainable_elements": before.trainable,
         "held_elements": observed.local_elements,
         "held_bytes": storage_bytes(list(model.parameters())),
-        "shard_size": shard_size,
+        "shard_size": asked.shard_size,
         "promised_elements": observed.largest_promised_shard,
         "tied_before": [list(group) for group in before.original.tied],
         "tied_after": None if flat else [list(group) for group in observed.tied],
         "compute_dtypes": None,
         "resharded_after_forward": None,
+        "mismatches": differences(observed),
     }
-
-
-def watch_first_forward(model: nn.Module, described: dict[str, Any]) -> None:
-    """Fill in what the first forward pass of the prepared model shows; costs nothing after it."""
     stack = ExitStack()
     step = stack.enter_context(watch(model))
 
@@ -69,15 +79,26 @@ def watch_first_forward(model: nn.Module, described: dict[str, Any]) -> None:
         stack.close()
         described["compute_dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in step.compute_dtypes)
         described["resharded_after_forward"] = step.resharded_after_forward
+        shown = {"compute_dtypes": frozenset(step.compute_dtypes), "resharded_after_forward": step.resharded_after_forward}
+        described["mismatches"] = differences(replace(observed, **shown))
 
     handle = model.register_forward_hook(seen)
+    return described
 
 
-def _shard_size(accelerator: Accelerator, asked: Asked) -> int:
-    """Processes that share one copy under the plugin that the script made; 1 where there is none."""
+def _of_plugin(accelerator: Accelerator, asked: Asked) -> Asked:
+    """What the plugin asks for that the script made; how it wraps is the script's own affair."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
-        return 1
+        return asked
+    shard_size = _shard_size(accelerator, asked, plugin)
+    version = Parallelism.FSDP2 if plugin.fsdp_version == 2 else Parallelism.FSDP1
+    strategy = "its plugin's sharding"
+    return replace(asked, parallelism=version, shard_size=shard_size, sharding_strategy=strategy, wrap_policy="")
+
+
+def _shard_size(accelerator: Accelerator, asked: Asked, plugin: Any) -> int:
+    """Processes that share one copy."""
     mesh = accelerator.parallelism_config
     if plugin.fsdp_version == 2:
         return accelerator.num_processes // (mesh.dp_replicate_size * mesh.tp_size if mesh else 1)

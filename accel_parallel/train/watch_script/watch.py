@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 
 from accel_parallel.asked import Asked
 from accel_parallel.substitutions import Substitution
-from accel_parallel.train.watch_script.models import Before, describe, watch_first_forward
+from accel_parallel.train.watch_script.models import Before, watch_model
 from accel_parallel.train.watch_script.record import MOST_LOSSES, Record, number, readable, scalar
 from accel_parallel.train.watch_script.steps import Steps
 
@@ -58,7 +58,7 @@ class Observers:
     def install(self, replaced: ExitStack) -> None:
         replace(replaced, Accelerator, "__init__", self._init)
         replace(replaced, Accelerator, "prepare", self._prepare)
-        replace(replaced, Accelerator, "prepare_model", self._prepare)
+        replace(replaced, Accelerator, "prepare_model", self._prepare_model)
         replace(replaced, Accelerator, "backward", self._backward)
         replace(replaced, Accelerator, "log", self._log)
         replace(replaced, AcceleratedOptimizer, "step", self._step)
@@ -98,35 +98,53 @@ class Observers:
         return init
 
     def _prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Of `prepare`, or of `prepare_model`, which it calls."""
-
         def prepare(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
-            if self._preparing:
-                return original(accelerator, *args, **kwargs)
-            objects = args or (kwargs.get("model"),)
-            before = {place: Before.of(item) for place, item in enumerate(objects) if isinstance(item, nn.Module)}
-            known = {id(model) for model in accelerator._models}
-            self._preparing = True
-            try:
+            with self._prepared(accelerator, args) as results:
                 result = original(accelerator, *args, **kwargs)
-            finally:
-                self._preparing = False
-            results = result if len(objects) > 1 else [result]
-            for place, earlier in before.items():
-                if id(results[place]) not in known:  # prepared a second time, which does nothing
-                    self._prepared(accelerator, results[place], earlier)
-            if before:
-                self._record.write()
+                results += result if len(args) > 1 else [result]
             return result
 
         return prepare
 
-    def _prepared(self, accelerator: Accelerator, model: nn.Module, before: Before) -> None:
+    def _prepare_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def prepare_model(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+            if self._preparing:  # called by `prepare`
+                return original(accelerator, *args, **kwargs)
+            given = signature.bind(accelerator, *args, **kwargs).arguments
+            # To be looked at only: nothing of it is parallel.
+            models = [] if given.get("evaluation_mode") else [given["model"]]
+            with self._prepared(accelerator, models) as results:
+                result = original(accelerator, *args, **kwargs)
+                results += [result] if models else []
+            return result
+
+        return prepare_model
+
+    @contextmanager
+    def _prepared(self, accelerator: Accelerator, objects: Sequence[Any]) -> Iterator[list[Any]]:
+        """What is prepared inside: one result for each object, to be put into the list. Its models are described."""
+        before = {place: Before.of(item) for place, item in enumerate(objects) if isinstance(item, nn.Module)}
+        known = {id(model) for model in accelerator._models}
+        results: list[Any] = []
+        self._preparing = True
+        try:
+            yield results
+        finally:
+            self._preparing = False
+        for place, earlier in before.items():
+            if id(results[place]) not in known:  # prepared a second time, which does nothing
+                self._describe(accelerator, results[place], earlier)
+        if before:
+            self._record.write()
+
+    def _describe(self, accelerator: Accelerator, model: nn.Module, before: Before) -> None:
         number = self._seen[accelerator]
         own_plugin = self._record.accelerators[number]["given"].get("fsdp_plugin") is not None
-        described = {"accelerator": number, **describe(model, before, accelerator, own_plugin, self._asked)}
+        described = watch_model(model, before, accelerator, own_plugin, self._asked)
+        described["accelerator"] = number
         self._record.models.append(described)
-        watch_first_forward(model, described)
 
     def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(accelerator: Accelerator, loss: Any, **kwargs: Any) -> None:
