@@ -265,7 +265,7 @@ def test_the_report_fits_80_columns_and_says_what_was_not_seen(
         assert max(map(len, lines(shown))) < 80
     assert "fsdp, 2 processes: as asked" in "\n".join(lines([whole]))
     text = " ".join(" ".join(lines([whole, unseen])).split())
-    assert "not seen, as no process prepared its model: is it sharded?" in text
+    assert "is it sharded? does it send what it should? not seen: no process prepared its model" in text
     assert "not as asked: fsdp" in text
 
 

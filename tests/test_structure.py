@@ -28,6 +28,7 @@ FLOORS = {
     "train/runtime": 4,
     "train/checkpoint": 5, "train/meter": 5, "train/evaluate": 5, "train/probe": 5,
     "train/report": 6, "train/initialize": 6, "train/saved": 6, "train/units": 6, "train/training_step": 6,
+    "train/watch_script": 6,
     "train/script": 5, "train/scale": 7, "train/loop": 7, "train/export": 7, "train/generate_text": 7,
     "train/session": 8,
     "train/__main__": 9, "train/preload": 9, "train/rehearse": 9,

@@ -32,7 +32,7 @@ def run(argv: Sequence[str] | None) -> NoReturn:
     # What stands after `--` is a script's, and none of it an option of ours.
     ours, script = (typed[: typed.index("--")], typed[typed.index("--") + 1 :]) if "--" in typed else (typed, [])
     arguments = parser().parse_args(ours)
-    if script and arguments.verb != "launch":
+    if script and arguments.verb not in ("launch", "rehearse"):
         parser().error(f"{arguments.verb} takes nothing after --")
     arguments.script, arguments.words = script, ours[1:]
     with failing(arguments.verb, getattr(arguments, "json", False)) as output:
@@ -103,6 +103,9 @@ def rehearse(arguments: argparse.Namespace, output: Output) -> None:
         keep_precision=arguments.keep_precision,
         junit=arguments.junit,
         scale=arguments.scale,
+        script=tuple(arguments.script),
+        fsdp_in_script=arguments.fsdp_in_script,
+        against_ddp=arguments.against_ddp,
     )
     result = rehearse_target(request, output.say)
     output.end(result)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from accel_parallel.checkpoints import newest_step
 from accel_parallel.cli.generations import Training, say_trace, start_script_again, write
+from accel_parallel.cli.script import check_script, check_sets
 from accel_parallel.cli.target import Target, find_target
 from accel_parallel.errors import LaunchError
 from accel_parallel.init_from import check_init_from
@@ -18,7 +19,6 @@ from accel_parallel.metrics import format_processes, read_lines
 from accel_parallel.output import Result
 from accel_parallel.restarts import run_generations
 from accel_parallel.runs import Run, continued_by, discard_partial_checkpoints, open_run
-from accel_parallel.spec import Destination, destinations, parse_set
 from accel_parallel.summary import render_summary
 
 
@@ -53,12 +53,12 @@ def launch(request: Request, say: Callable[[str], None]) -> Result:
         raise LaunchError("--print-env is about the training loop", hint="leave the script out")
     if request.max_restarts and request.print_env:
         raise LaunchError("--max-restarts is about a launch of ours, not about torchrun's", hint="leave it out")
-    _check_script(request.script)
+    check_script(request.script)
     threads = os.environ.get("OMP_NUM_THREADS", "").strip()
     if threads and not threads.isdecimal():
         raise LaunchError(f"the environment variable OMP_NUM_THREADS is {threads!r}, not a number", hint="unset it")
     if request.script:
-        _check_sets(request.sets)
+        check_sets(request.sets)
     target = find_target(request.target, request.spec, request.sets, request.num_processes, own_loop=not request.script)
     for note in target.notes:
         say(note)
@@ -124,25 +124,6 @@ def _launch_run(target: Target, request: Request, run: Run, say: Callable[[str],
     lines = [render_summary(ended.summary)] if ended.summary else []
     data = {"run": str(run.path), "restarts": ended.restarts, "summary": ended.summary}
     return Result(data, lines, training.problems(ended), ended.exit_code)
-
-
-def _check_sets(sets: tuple[str, ...]) -> None:
-    """What a script gets is the accelerate file; all else it takes from its own arguments."""
-    carried = {key for key, destination, _ in destinations() if destination is Destination.YAML}
-    lost = [key for key, _, problem in map(parse_set, sets) if problem is None and key not in carried]
-    if lost:
-        message = f"--set {lost[0]} belongs to the training loop, not to a script of yours"
-        raise LaunchError(message, hint="a script takes arguments of its own; distributed.* and fsdp.* reach its file")
-
-
-def _check_script(script: tuple[str, ...]) -> None:
-    if script[:1] == ("-m",) and (len(script) == 1 or script[1].startswith("-")):
-        raise LaunchError("-m names no module")
-    if script[:1] == ("",):
-        raise LaunchError("an empty name is no script")
-    if script and script[0] != "-m" and not Path(script[0]).is_file():
-        hint = "what stands after -- is a script's path, or -m and a module"
-        raise LaunchError(f"{script[0]} is not a file", hint=hint)
 
 
 def _launch_script(target: Target, request: Request, say: Callable[[str], None]) -> Result:

@@ -29,6 +29,15 @@ Tokens are cached in ~/.cache/accel_parallel, or $ACCEL_PARALLEL_CACHE.
 """
 
 
+REHEARSE_EPILOG = """\
+Without a script, the project's training loop is rehearsed, against one process.
+A script of yours runs as it is, with its own arguments, in its own folder: what
+it saves it saves. What can be seen of it from outside is compared.
+
+exit codes: 0 as asked, 1 something is not, 2 bad input, 130 interrupted
+"""
+
+
 def _specification(verb: Parser) -> None:
     text = "specification; else $ACCEL_PARALLEL_SPEC, else accelerate_configs/parallelism.yaml, else the defaults"
     verb.add_argument("--spec", type=Path, metavar="FILE", help=text)
@@ -84,7 +93,14 @@ def rehearse_words(verb: Parser) -> None:
     verb.add_argument("--keep-precision", action="store_true", help="compute in the asked precision, slow on CPUs")
     text = "only simulate a step, on fake tensors, in a world of N processes"
     verb.add_argument("--scale", type=positive, metavar="N", help=text)
+    text = "let a plugin that only the script passes shard"
+    verb.add_argument("--fsdp-in-script", action="store_true", help=text)
+    text = "run the script under DDP too, and compare its losses"
+    verb.add_argument("--against-ddp", action="store_true", help=text)
     verb.add_argument("--junit", type=Path, metavar="FILE", help="write the answers as JUnit XML too")
+    verb.usage = "%(prog)s STRATEGY|FILE... [options] [-- [-m] SCRIPT ARGS]"
+    verb.epilog = REHEARSE_EPILOG
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     _specification(verb)
     _json(verb)
 

@@ -36,10 +36,12 @@ def _block(rehearsal: Rehearsal, *, detailed: bool) -> list[str]:
             )
         for mismatch in check.mismatches:
             found += _wrapped(mismatch, "    - ", "      ")
-    unseen = [check for check in rehearsal.checks if check.holds is None]
-    if unseen:
-        questions = " ".join(check.question for check in unseen)
-        found += _wrapped(f"not seen, as {unseen[0].summary}: {questions}", "  ", "    ")
+    unseen: dict[str, list[str]] = {}
+    for check in rehearsal.checks:
+        if check.holds is None:
+            unseen.setdefault(check.summary, []).append(check.question)
+    for reason, questions in unseen.items():
+        found += _wrapped(f"{' '.join(questions)} not seen: {reason}", "  ", "    ")
     return [*found, *(f"  {note}" for note in rehearsal.notes), *([] if detailed else [""])]
 
 

@@ -52,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def enter_launch(force_cpu: bool, keep_precision: bool, *, fsdp_in_script: bool = False) -> list[Substitution]:
+def enter_launch(
+    force_cpu: bool, keep_precision: bool, *, fsdp_in_script: bool = False, quiet: bool = False
+) -> list[Substitution]:
     """Join the launch, as the script's first `Accelerator` would, if it has to be done differently on CPUs.
 
     Returns what is done differently; a plugin that the script builds later may add to the list.
@@ -69,10 +71,11 @@ def enter_launch(force_cpu: bool, keep_precision: bool, *, fsdp_in_script: bool 
     def tell(item: Substitution) -> None:
         if item not in said:
             said.append(item)
-            if os.environ.get("RANK", "0") == "0":
+            if not quiet and os.environ.get("RANK", "0") == "0":
                 say(f"on CPU: {item}")
 
     join(asked, True, {}, tell)
+    cpu.keep_process_groups()
     cpu.meet_plugin_of_script(asked, fsdp_in_script, tell)
     for item in changed:
         tell(item)

@@ -14,6 +14,7 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._flat_param import FlatParamHandle
@@ -24,6 +25,7 @@ from accel_parallel.substitutions import Substitution, of_plugin
 
 Tell = Callable[[Substitution], None]
 
+_NEVER_FREED: list[Any] = []
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 # One process of a launch that asks for several devices has the second type.
 _ON_CPU = (DistributedType.MULTI_CPU, DistributedType.NO)
@@ -78,6 +80,21 @@ def meet_plugin_of_script(asked: Asked, allowed: bool, tell: Tell) -> None:
         original(state, *args, **kwargs)
 
     AcceleratorState.__init__ = init
+
+
+def keep_process_groups() -> None:
+    """Let no process group be freed that a script destroys; why is said at `_NEVER_FREED` in `process.py`.
+
+    Of a model under DDP the last reference is often the script's own, which goes when the script has ended.
+    """
+    original = distributed_c10d.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy(group: Any = None) -> None:
+        _NEVER_FREED.extend(distributed_c10d._world.pg_map)
+        original(group)
+
+    torch.distributed.destroy_process_group = distributed_c10d.destroy_process_group = destroy
 
 
 def promote_to_fsdp() -> None:

@@ -172,7 +172,8 @@ def _largest_shard(model: nn.Module, original: Original, parallelism: Parallelis
         # With original parameters kept, version 1 starts each on a 16-byte boundary: up to 3 float32 of padding.
         padding = 3 * len(original.parameter_shapes) + len(units) * shard_size
         return -(-original.num_parameters // shard_size) + padding
-    return sum(-(-shape[0] // shard_size) * _row(shape) for shape in original.parameter_shapes.values())
+    # A parameter without dimensions is not split.
+    return sum(-(-(shape or (1,))[0] // shard_size) * _row(shape) for shape in original.parameter_shapes.values())
 
 
 def _row(shape: tuple[int, ...]) -> int:

@@ -12,6 +12,7 @@ from accel_parallel.asked import Asked, Parallelism
 from accel_parallel.train.probe import storage_bytes
 from accel_parallel.train.runtime.check import mismatches
 from accel_parallel.train.runtime.observe import Observed, Original, Step, observe, watch
+from accel_parallel.train.watch_script.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Before:
 
 
 def watch_model(
-    model: nn.Module, before: Before, accelerator: Accelerator, own_plugin: bool, asked: Asked
+    model: nn.Module, before: Before, accelerator: Accelerator, own_plugin: bool, asked: Asked, record: Record
 ) -> dict[str, Any]:
     """A prepared model, which has not run yet. Sizes in elements unless they are called bytes.
 
@@ -77,10 +78,12 @@ def watch_model(
     def seen(*_: Any) -> None:
         handle.remove()
         stack.close()
-        described["compute_dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in step.compute_dtypes)
-        described["resharded_after_forward"] = step.resharded_after_forward
-        shown = {"compute_dtypes": frozenset(step.compute_dtypes), "resharded_after_forward": step.resharded_after_forward}
-        described["mismatches"] = differences(replace(observed, **shown))
+        dtypes, resharded = frozenset(step.compute_dtypes), step.resharded_after_forward
+        described["compute_dtypes"] = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        described["resharded_after_forward"] = resharded
+        with record.looking("the first forward pass"):
+            shown = replace(observed, compute_dtypes=dtypes, resharded_after_forward=resharded)
+            described["mismatches"] = differences(shown)
 
     handle = model.register_forward_hook(seen)
     return described

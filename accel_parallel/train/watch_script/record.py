@@ -8,7 +8,8 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,18 @@ class Record:
         self.logged: list[dict[str, Any]] = []
         self.backward: list[float | str] = []
         self.backward_passes = 0
+        self.unseen: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def looking(self, at: str) -> Iterator[None]:
+        """What goes wrong inside is the observer's own fault, is written down, and stops no script."""
+        try:
+            yield
+        except Exception as error:
+            line = f"{at}: {type(error).__name__}: {error}"
+            if line not in self.unseen:
+                self.unseen.append(line)
 
     def write(self) -> None:
         """Raises OSError."""
@@ -58,6 +70,7 @@ class Record:
             "logged_losses": self.logged,
             "backward_losses": self.backward,
             "backward_passes": self.backward_passes,
+            "unseen": self.unseen,
             "peak_rss_bytes": peak_rss_bytes(),
             "substitutions": [item.to_dict() for item in self.substitutions],
         }

@@ -125,7 +125,9 @@ class Observers:
     @contextmanager
     def _prepared(self, accelerator: Accelerator, objects: Sequence[Any]) -> Iterator[list[Any]]:
         """What is prepared inside: one result for each object, to be put into the list. Its models are described."""
-        before = {place: Before.of(item) for place, item in enumerate(objects) if isinstance(item, nn.Module)}
+        before: dict[int, Before] = {}
+        with self._record.looking("a model before it is prepared"):
+            before |= {place: Before.of(item) for place, item in enumerate(objects) if isinstance(item, nn.Module)}
         known = {id(model) for model in accelerator._models}
         results: list[Any] = []
         self._preparing = True
@@ -140,16 +142,17 @@ class Observers:
             self._record.write()
 
     def _describe(self, accelerator: Accelerator, model: nn.Module, before: Before) -> None:
-        number = self._seen[accelerator]
-        own_plugin = self._record.accelerators[number]["given"].get("fsdp_plugin") is not None
-        described = watch_model(model, before, accelerator, own_plugin, self._asked)
-        described["accelerator"] = number
-        self._record.models.append(described)
+        with self._record.looking(f"the prepared {before.name}"):
+            number = self._seen[accelerator]
+            own_plugin = self._record.accelerators[number]["given"].get("fsdp_plugin") is not None
+            described = watch_model(model, before, accelerator, own_plugin, self._asked, self._record)
+            described["accelerator"] = number
+            self._record.models.append(described)
 
     def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(accelerator: Accelerator, loss: Any, **kwargs: Any) -> None:
-            if len(self._record.backward) < MOST_LOSSES:
-                value = scalar(loss)
+            with self._record.looking("a loss"):
+                value = scalar(loss) if len(self._record.backward) < MOST_LOSSES else None
                 self._record.backward += [] if value is None else [number(value)]
             original(accelerator, loss, **kwargs)
             self._record.backward_passes += 1
@@ -163,7 +166,8 @@ class Observers:
             outer = not self._logging
             if outer:
                 values, step = (*args, None, None)[:2]
-                self._keep_losses(kwargs.get("values", values), kwargs.get("step", step))
+                with self._record.looking("what is logged"):
+                    self._keep_losses(kwargs.get("values", values), kwargs.get("step", step))
             self._logging = True
             try:
                 return original(logger, *args, **kwargs)
@@ -183,8 +187,9 @@ class Observers:
         def step(optimizer: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
             result = original(optimizer, *args, **kwargs)
             # Inside `accumulate` most steps do nothing, and a gradient scaler skips those that overflow.
-            if optimizer.gradient_state.sync_gradients and not optimizer.step_was_skipped:
-                self._steps.ended(optimizer)
+            with self._record.looking("a step"):
+                if optimizer.gradient_state.sync_gradients and not optimizer.step_was_skipped:
+                    self._steps.ended(optimizer)
             return result
 
         return step
