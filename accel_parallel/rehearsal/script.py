@@ -7,24 +7,18 @@ from typing import Any
 from accel_parallel.asked import Asked
 from accel_parallel.metrics import format_bytes, format_processes
 from accel_parallel.rehearsal.check import Check, Rehearsal, table
-from accel_parallel.rehearsal.configuration import ASKED, is_what_was_asked
-from accel_parallel.rehearsal.numbers import SAME, Tolerance, relative
+from accel_parallel.rehearsal.configuration import is_what_was_asked
+from accel_parallel.rehearsal.losses import Rank, causes, is_low, learns_what_ddp_learns
+from accel_parallel.rehearsal.numbers import SAME
 from accel_parallel.rehearsal.sharding import SENDS, SHARDED
 
 RUNS = "does it run to its end?"
-FLOAT32 = Tolerance("float32", 1e-5, 1e-3)
-LOW = Tolerance("16 bits", 1e-2, 1e-1)
-"""By itself Accelerate reduces gradients of bf16 in bf16 under FSDP (run: 2.6e-3 from DDP's autocast in the loss)."""
-COMPARED = 8
-"""First losses that are compared: rounding grows with every step that follows from it."""
 _FIELDS = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
 }
 _PLUGINS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "gradient_accumulation_plugin",
             "parallelism_config", "kwargs_handlers", "dynamo_plugin", "cpu")  # fmt: skip
-
-Rank = Mapping[str, Any]
 
 
 def judge_script(
@@ -38,7 +32,7 @@ def judge_script(
         _runs_to_its_end(ranks),
         _is_what_was_asked(processes, asked, facts),
         _is_sharded(asked, ranks),
-        _learns_the_same(asked, ranks, references),
+        learns_what_ddp_learns(asked, ranks, references),
         _sends(ranks),
     )
     title = f"{name}, {format_processes(processes)}: {shlex.join(script)}"
@@ -53,18 +47,11 @@ def differs(rehearsal: Rehearsal) -> bool:
 def _runs_to_its_end(ranks: Sequence[Rank]) -> Check:
     if not ranks:
         return Check("runs", RUNS, None, "nothing was started")
-    causes = _causes(ranks)
-    if causes:
-        return Check("runs", RUNS, False, "the script failed", tuple(causes))
+    failed = causes(ranks)
+    if failed:
+        return Check("runs", RUNS, False, "the script failed", tuple(failed))
     steps = max(rank["optimizer_steps"] for rank in ranks)
     return Check("runs", RUNS, True, f"{steps} optimizer steps, {ranks[0]['backward_passes']} backward passes")
-
-
-def _causes(ranks: Sequence[Rank]) -> list[str]:
-    """What stopped it, without what only follows from that."""
-    errors = [rank["error"] for rank in ranks if "error" in rank]
-    causes = [error for error in errors if error["code"] != "peer-lost"] or errors
-    return sorted({f"{e['message']} ({e['hint']})" if e.get("hint") else e["message"] for e in causes})
 
 
 def _is_what_was_asked(processes: int, asked: Asked, facts: Mapping[str, Any]) -> Check:
@@ -77,9 +64,12 @@ def _is_sharded(asked: Asked, ranks: Sequence[Rank]) -> Check:
     seen = [(rank, model) for rank in ranks for model in rank.get("models", []) if model["trainable_elements"]]
     if not seen:
         why = "no model that is trained was prepared"
-        alone = asked.fsdp and bool(ranks) and not _causes(ranks)
-        return Check("sharded", SHARDED, False if alone else None, why, (f"{why}: nothing is sharded",) if alone else ())
+        alone = asked.fsdp and bool(ranks) and not causes(ranks)
+        return Check(
+            "sharded", SHARDED, False if alone else None, why, (f"{why}: nothing is sharded",) if alone else ()
+        )
     mismatches = sorted({line for _, model in seen for line in model["mismatches"]})
+    mismatches += _one_unit(asked, [model for _, model in seen])
     rows = [
         (rank, [model["class"], model["parallelism"], str(len(model["units"])), format_bytes(model["whole_bytes"]),
                 format_bytes(model["held_bytes"])])
@@ -90,6 +80,19 @@ def _is_sharded(asked: Asked, ranks: Sequence[Rank]) -> Check:
     header = ["model", "is", "units", "parameters", "held"]
     lines = (*_by_rank(header, rows, ranks, left=2), *_memory(ranks))
     return Check("sharded", SHARDED, not mismatches, summary, tuple(mismatches), lines)
+
+
+def _one_unit(asked: Asked, models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of the largest model: a script may train small ones besides, which have none of its layers."""
+    largest = max(models, key=lambda model: model["whole_elements"])
+    if asked.wrap_policy != "TRANSFORMER_BASED_WRAP" or asked.wrap_classes or largest["own_plugin"]:
+        return []
+    if any(largest["units"]) or not asked.fsdp:
+        return []
+    return [
+        f"no class to wrap is named, and {largest['class']} names none itself (_no_split_modules): it is one unit, and "
+        "all its parameters are gathered at once; name a layer's class in fsdp_transformer_layer_cls_to_wrap"
+    ]
 
 
 def _memory(ranks: Sequence[Rank]) -> tuple[str, ...]:
@@ -113,74 +116,16 @@ def _by_rank(
     for rank, row in rows:
         places.setdefault(tuple(row), []).append(rank["rank"])
     shown = []
-    for row, where in places.items():
+    for cells, where in places.items():
         numbers = sorted(set(where))
         on = "all" if len(numbers) == len(ranks) else ", ".join(map(str, numbers))
         times = len(where) // len(numbers)
-        shown.append([f"{row[0]} x{times}" if times > 1 else row[0], *row[1:], on])
+        shown.append([f"{cells[0]} x{times}" if times > 1 else cells[0], *cells[1:], on])
     return table([*header, "on rank"], shown, left=left)
 
 
-def _learns_the_same(asked: Asked, ranks: Sequence[Rank], references: Sequence[Mapping[str, Any]]) -> Check:
-    """The losses passed to `accelerator.backward`, of each process against the same one under DDP."""
-    table_of_losses = _losses(ranks)
-    if not references:
-        why = "--against-ddp runs the script under DDP too, and compares" if asked.fsdp else "replicas are the reference"
-        return Check("same_numbers", SAME, None, why, table=table_of_losses)
-    failed = _causes(references[0]["ranks"]) or [references[0]["refused"]]
-    if failed[0]:
-        return Check("same_numbers", SAME, None, f"under DDP the script fails: {failed[0]}", table=table_of_losses)
-    if not ranks or any("error" in rank for rank in ranks):
-        return Check("same_numbers", SAME, None, "the script did not run to its end", table=table_of_losses)
-    expected = references[0]["ranks"]
-    tolerance = LOW if _low(ranks) or _low(expected) else FLOAT32
-    apart, line = _apart(ranks, expected)
-    number = min(COMPARED, *(len(rank["backward_losses"]) for rank in (*ranks, *expected)))
-    if not number:
-        return Check("same_numbers", SAME, None, "no loss went through accelerator.backward", table=table_of_losses)
-    how = f"within {apart:.0e} of DDP (limit {tolerance.loss:.0e})" if apart else "equal to DDP's bit for bit"
-    summary = f"first {number} losses, {tolerance.precision}: {how}"
-    if apart <= tolerance.loss:
-        return Check("same_numbers", SAME, True, summary, table=table_of_losses)
-    if len(references) > 1:
-        by_itself, _ = _apart(references[1]["ranks"], expected)
-        if by_itself > tolerance.loss:
-            why = f"twice under DDP the script's losses are {by_itself:.0e} apart: seed it to compare"
-            return Check("same_numbers", SAME, None, why, table=table_of_losses)
-    return Check("same_numbers", SAME, False, summary, (line,), table_of_losses)
-
-
-def _low(ranks: Sequence[Rank]) -> bool:
-    dtypes = {dtype for rank in ranks for model in rank.get("models", []) for dtype in model["compute_dtypes"] or ()}
-    return bool(dtypes - {"float32", "float64"})
-
-
-def _apart(ranks: Sequence[Rank], expected: Sequence[Rank]) -> tuple[float, str]:
-    """Largest relative difference, and where it is."""
-    worst, line = 0.0, ""
-    for rank, other in zip(ranks, expected, strict=False):
-        pairs = zip(rank["backward_losses"][:COMPARED], other["backward_losses"], strict=False)
-        for place, (got, wanted) in enumerate(pairs, start=1):
-            # Both may have ended up at no number.
-            off = (0.0 if got == wanted else float("inf")) if str in (type(got), type(wanted)) else relative(got, wanted)
-            if off > worst:
-                worst = off
-                line = f"loss {place} on rank {rank['rank']} is {got}, under DDP {wanted}: {off:.1e} apart"
-    return worst, line
-
-
-def _losses(ranks: Sequence[Rank]) -> tuple[str, ...]:
-    """What the script logs itself: of each name the first and the last."""
-    logged = [entry for rank in ranks for entry in rank.get("logged_losses", [])]
-    by_key: dict[str, list[Mapping[str, Any]]] = {}
-    for entry in logged:
-        by_key.setdefault(entry["key"], []).append(entry)
-    rows = [[key, str(len(found)), *(str(found[place]["value"]) for place in (0, -1))] for key, found in by_key.items()]
-    return table(["logged by the script", "times", "first", "last"], rows) if rows else ()
-
-
 def _sends(ranks: Sequence[Rank]) -> Check:
-    if not ranks or _causes(ranks):
+    if not ranks or causes(ranks):
         return Check("sends", SENDS, None, "the script did not run to its end" if ranks else "nothing was started")
     windows = [_least(rank["windows"]) for rank in ranks if rank["windows"]]
     if len(windows) < len(ranks):
@@ -214,7 +159,7 @@ def _unreduced(rank: Rank, window: Mapping[str, Any]) -> list[str]:
     sizes = [model["trainable_elements"] for model in rank["models"] if model["trainable_elements"]]
     # 16 bits: in a low precision, or by a communication hook of the script's.
     hooks = any(accelerator["given"].get("kwargs_handlers") for accelerator in rank["accelerators"])
-    least = min(sizes, default=0) * (2 if hooks or _low([rank]) else 4)
+    least = min(sizes, default=0) * (2 if hooks or is_low([rank]) else 4)
     reduced = sum(
         item["tensor_bytes"] for item in window["collectives"] if item["kind"] in ("all_reduce", "reduce_scatter")
     )

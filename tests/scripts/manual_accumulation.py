@@ -30,7 +30,7 @@ def main(accumulate: int = 2) -> None:
     accelerator = Accelerator()
     set_seed(0)
     data = torch.randn(96, 8)
-    loader = DataLoader(TensorDataset(data, (data.sum(1) > 0).long()), batch_size=4, shuffle=True)
+    loader = DataLoader(TensorDataset(data, (data.sum(1) > 0).long()), batch_size=4, shuffle=True, num_workers=1)
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -26,10 +26,11 @@ def rehearse_loop(names: Sequence[str], request: Request) -> list[Rehearsal]:
     """One rehearsal for each name. Raises AccelParallelError where a strategy cannot be rehearsed at all."""
     sets = (*SHORT, f"training.batch_size={_batch_size(names, request)}", *request.sets)
     processes = request.num_processes
-    found = [
-        found_or_refused(name, lambda name=name: find_target(name, request.spec, sets, processes, own_loop=True))
-        for name in names
-    ]
+
+    def find(name: str) -> Target:
+        return find_target(name, request.spec, sets, processes, own_loop=True)
+
+    found = [found_or_refused(name, find) for name in names]
     targets = [target for target in found if isinstance(target, Target)]
     if targets:
         check_memory(targets)

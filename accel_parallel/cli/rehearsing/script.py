@@ -8,7 +8,7 @@ import yaml
 
 from accel_parallel.accelerate_yaml import loads
 from accel_parallel.cli.rehearsing.request import Request
-from accel_parallel.cli.rehearsing.tasks import Facts, Work, carry_out, file_of, found_or_refused, in_order
+from accel_parallel.cli.rehearsing.tasks import Work, carry_out, file_of, found_or_refused, in_order
 from accel_parallel.cli.script import check_script, check_sets
 from accel_parallel.cli.target import Target, find_to_explain
 from accel_parallel.rehearsal.check import Rehearsal
@@ -22,16 +22,19 @@ def rehearse_script(names: Sequence[str], request: Request) -> list[Rehearsal]:
     check_script(request.script)
     check_sets(request.sets)
     # The specification's batch is of no script, and so need not divide by these processes.
-    found = [
-        found_or_refused(name, lambda name=name: _target(name, request)) for name in names
-    ]
+    batches = {name: request.processes(name) for name in names}
+
+    def find(name: str) -> Target:
+        return _target(name, batches[name], request)
+
+    found = [found_or_refused(name, find) for name in names]
     targets = [target for target in found if isinstance(target, Target)]
     with tempfile.TemporaryDirectory(prefix="accel-parallel-") as folder:
         return in_order(found, _run(targets, request, Path(folder)))
 
 
-def _target(name: str, request: Request) -> Target:
-    sets = (f"training.batch_size={request.processes(name)}", "training.grad_accum_steps=1", *request.sets)
+def _target(name: str, batch_size: int, request: Request) -> Target:
+    sets = (f"training.batch_size={batch_size}", "training.grad_accum_steps=1", *request.sets)
     return find_to_explain(name, request.spec, sets, request.num_processes, own_model=False)
 
 

@@ -69,10 +69,10 @@ def file_of(target: Target) -> str:
     return yaml.safe_dump({**config, "num_processes": target.spec.num_processes}, sort_keys=False)
 
 
-def found_or_refused(name: str, find: Callable[[], Target]) -> Target | Rehearsal:
+def found_or_refused(name: str, find: Callable[[str], Target]) -> Target | Rehearsal:
     """The target, or what is wrong with the file before anything can start."""
     try:
-        return find()
+        return find(name)
     except LaunchError as error:
         if name in STRATEGIES or not names_a_file(name):
             raise

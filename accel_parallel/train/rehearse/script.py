@@ -2,10 +2,13 @@
 
 import multiprocessing
 import os
+import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from accel_parallel.asked import Asked
 from accel_parallel.errors import AccelParallelError, Problem
@@ -31,6 +34,9 @@ def rehearse_script(part: ScriptPart) -> dict[str, Any]:
     _redirect(part.folder, rank)
     # Workers of a DataLoader: a daemon may have no children, and only multiprocessing thinks that this is one.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    # As a process has it that was started and not forked. torch begins every process with one and the same seed.
+    random.seed()
+    np.random.seed()
     try:
         return _ended(part, rank)
     finally:

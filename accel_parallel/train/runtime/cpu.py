@@ -16,7 +16,13 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    _optim_utils,
+)
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 from accel_parallel.asked import Asked, Parallelism
@@ -144,6 +150,7 @@ def adapt_version1(asked: Asked) -> None:
     gradients (torch 2.13).
     """
     FlatParamHandle.to_cpu = _stay  # type: ignore[method-assign,assignment]
+    _optim_utils._unflatten_orig_param_states = _copying(_optim_utils._unflatten_orig_param_states)
     original = FullyShardedDataParallel.__init__
 
     @functools.cache
@@ -159,6 +166,21 @@ def adapt_version1(asked: Asked) -> None:
         original(self, module, *args, **kwargs)
 
     FullyShardedDataParallel.__init__ = init  # type: ignore[method-assign]
+
+
+def _copying(original: Callable[..., None]) -> Callable[..., None]:
+    """A full state of the optimizer is moved to the CPU out of one buffer for all moments: there already, it is none.
+
+    Left alone, every moment is saved as a view of the last one (`_allgather_orig_param_states`, torch 2.13).
+    """
+
+    @functools.wraps(original)
+    def unflatten(info: Any, states: dict[str, dict[str, Any]], name: str, *rest: Any, **options: Any) -> None:
+        original(info, states, name, *rest, **options)
+        for state in states.values():
+            state[name] = state[name].clone()
+
+    return unflatten
 
 
 @contextlib.contextmanager
