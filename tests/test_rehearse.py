@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 from accel_parallel.cli.target import find_target
 from accel_parallel.rehearsal.check import Rehearsal
@@ -265,7 +266,7 @@ def test_the_report_fits_80_columns_and_says_what_was_not_seen(
         assert max(map(len, lines(shown))) < 80
     assert "fsdp, 2 processes: as asked" in "\n".join(lines([whole]))
     text = " ".join(" ".join(lines([whole, unseen])).split())
-    assert "is it sharded? does it send what it should? not seen: no process prepared its model" in text
+    assert "is it sharded? not seen: no process prepared its model" in text
     assert "not as asked: fsdp" in text
 
 
@@ -285,8 +286,12 @@ def test_junit_holds_mismatches_and_what_was_not_seen() -> None:
 
 
 def test_a_large_world_is_simulated_and_said_to_be(tmp_path: Path) -> None:
-    code, content, _ = rehearse(tmp_path, "fsdp", "--scale", "64", "--set", THRESHOLD)
-    item = by_name(content)["fsdp"]
+    (tmp_path / "mine.yaml").write_text(fsdp(2, f"  fsdp_reshard_after_forward: true\n{BLOCK}"))
+    code, content, _ = rehearse(tmp_path, "fsdp", "mine.yaml", "--scale", "64", "--set", THRESHOLD)
+    item, mine = by_name(content)["fsdp"], by_name(content)["mine"]
+    # The same plan in a file of somebody's own.
+    assert mine["facts"]["traffic"] == item["facts"]["traffic"]
+    assert mine["facts"]["memory"]["parameters"] == item["facts"]["memory"]["parameters"]
     assert (code, item["holds"], item["title"]) == (
         0, True, "fsdp, simulated on 64 processes (fake tensors: none of them ran)",
     )  # fmt: skip
@@ -306,7 +311,7 @@ def test_a_large_world_is_simulated_and_said_to_be(tmp_path: Path) -> None:
             ["fsdp", "--scale", "12"],
             "--scale 12 is no world of machines with 8 processes each (nearest that can be",
         ),
-        (["single", "--scale", "8"], "--scale simulates a strategy of several processes, not single"),
+        (["single", "--scale", "8"], "--scale simulates several processes under DDP or FSDP, not single"),
         (["fsdp", "--junit", "no/such/folder.xml"], "cannot write no/such/folder.xml: there is no folder no/such"),
         (["fspd"], "unknown strategy 'fspd'; did you mean 'fsdp'?"),
         (["nothing.yaml"], "nothing.yaml"),
@@ -319,3 +324,20 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], said: str) 
     assert (result.returncode, result.stdout) == (2, "")
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_example_for_github_actions_does_what_it_says(tmp_path: Path) -> None:
+    """Its own command, on a folder as it expects one."""
+    page = (Path(__file__).parent.parent / "docs/rehearse.md").read_text()
+    workflow = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    steps = workflow["jobs"]["rehearse"]["steps"]
+    install, run = [step["run"] for step in steps if "run" in step]
+    assert install.endswith("-e .")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/fine.yaml").write_text(fsdp(2, BLOCK))
+    (tmp_path / "configs/typo.yaml").write_text(fsdp(2, f"  fsdp_reshard_after_foward: true\n{BLOCK}"))
+    result = command(["bash", "-ec", f"{run} {' '.join(set_options(SMALL))}"], tmp_path)
+    assert result.returncode == 1, result.stderr
+    (artifact,) = [step["with"]["path"] for step in steps if "upload-artifact" in step.get("uses", "")]
+    suites = ElementTree.parse(tmp_path / artifact).getroot()
+    assert [(suite.get("name"), suite.get("failures")) for suite in suites] == [("fine", "0"), ("typo", "1")]

@@ -36,7 +36,7 @@ def find_target(
     Raises LaunchError or SpecError when it cannot be found, or contradicts the other options.
     """
     if target not in STRATEGIES and names_a_file(target):
-        return _file(read_file(Path(target)), spec, sets, num_processes, own_loop)
+        return target_of_file(read_file(Path(target)), spec, sets, num_processes, own_loop)
     return _strategy(target, spec, sets, num_processes, own_loop)
 
 
@@ -78,9 +78,10 @@ def _strategy(
     return Target(name, config, spec, environment(loads(config)), notes=tuple(notes))
 
 
-def _file(
+def target_of_file(
     file: AccelerateFile, spec_path: Path | None, sets: tuple[str, ...], num_processes: int | None, own_loop: bool
 ) -> Target:
+    """As `find_target`, of a file that was read."""
     _refuse_decided(file, sets)
     spec = read_spec(find_spec(spec_path), sets).resolve()
     machines, processes = _world(file, num_processes)

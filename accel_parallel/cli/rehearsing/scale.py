@@ -5,18 +5,22 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from accel_parallel.accelerate_yaml import names_a_file, read_file
 from accel_parallel.cli.heavy import call_heavy
-from accel_parallel.cli.target import Target, find_target
+from accel_parallel.cli.target import Target, find_target, target_of_file
 from accel_parallel.errors import LaunchError, RunError
 from accel_parallel.launch import without_traces
 from accel_parallel.metrics import format_bytes
 from accel_parallel.rehearsal.check import Check, Rehearsal, table
 from accel_parallel.rehearsal.sharding import BYTES, Promise, sends_what_it_should
 from accel_parallel.spec import dump_spec, find_spec, read_spec
-from accel_parallel.strategies import STRATEGIES
+from accel_parallel.strategies import STRATEGIES, find_strategy
 
 PER_MACHINE = 8
 """Processes of a machine of the simulated world."""
@@ -45,23 +49,29 @@ def simulate(name: str, world_size: int, spec: Path | None, sets: tuple[str, ...
 
 
 def _target(name: str, world_size: int, spec: Path | None, sets: tuple[str, ...]) -> tuple[Target, int]:
-    """The strategy as it is on that many processes, and how many of them a machine has."""
-    if name not in STRATEGIES or name == "single":
-        raise LaunchError(f"--scale simulates a strategy of several processes, not {name}", hint="such as fsdp")
+    """The strategy or file as it is on that many processes, and how many of them a machine has."""
     local = min(PER_MACHINE, world_size)
     if world_size < 2 or world_size % local:
         below, above = world_size // local * local, (world_size // local + 1) * local
         hint = f"nearest that can be: {below or 2} or {above}" if world_size > 1 else "2 or more"
         raise LaunchError(f"--scale {world_size} is no world of machines with {local} processes each", hint=hint)
+    file = read_file(Path(name)) if name not in STRATEGIES and names_a_file(name) else None
+    if name == "single" or (file and file.kind not in ("MULTI_GPU", "FSDP")):
+        kind = f"{name}, of distributed_type {file.kind}" if file else name
+        raise LaunchError(f"--scale simulates several processes under DDP or FSDP, not {kind}", hint="such as fsdp")
     draft = read_spec(find_spec(spec), sets)
-    asked = STRATEGIES[name].resolve(draft)
-    micro_batch = max(1, asked.training.batch_size // (asked.num_processes * asked.training.grad_accum_steps))
-    world = (
-        f"distributed.num_machines={world_size // local}",
-        f"distributed.processes_per_machine={local}",
-        f"training.batch_size={micro_batch * world_size * asked.training.grad_accum_steps}",
-    )
-    return find_target(name, spec, (*sets, *world), None, own_loop=True), local
+    asked = draft.resolve() if file else find_strategy(name).resolve(draft)
+    processes = (file.num_processes or 1) if file else asked.num_processes
+    micro_batch = max(1, asked.training.batch_size // (processes * asked.training.grad_accum_steps))
+    batch = f"training.batch_size={micro_batch * world_size * asked.training.grad_accum_steps}"
+    if file:
+        world = {"num_machines": world_size // local, "num_processes": world_size}
+        config = {**file.config, **world}
+        file = replace(file, config=config, text=yaml.safe_dump(config, sort_keys=False))
+        return target_of_file(file, spec, (*sets, batch), None, own_loop=True), local
+    machines = f"distributed.num_machines={world_size // local}"
+    return find_target(name, spec, (*sets, machines, f"distributed.processes_per_machine={local}", batch), None,
+                       own_loop=True), local  # fmt: skip
 
 
 def _judge(target: Target, promise: Promise, seen: Mapping[str, Any]) -> Rehearsal:
