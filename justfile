@@ -110,12 +110,17 @@ check:
 # Run the tests, without the long ones.
 [group('develop')]
 test *args:
-    pytest -m "not slow" {{args}}
+    pytest -m "not slow and not long" {{args}}
 
 # Run all tests, as CI does.
 [group('develop')]
 test-all *args:
-    pytest {{args}}
+    pytest -m "not long" {{args}}
+
+# Run the tests that take minutes each.
+[group('develop')]
+test-long *args:
+    pytest -m long {{args}}
 
 # Kill training at random moments, inside saves too, and start it again: `--kills 100 --seed 0`; takes minutes.
 [group('develop')]
@@ -139,7 +144,7 @@ coverage:
     coverage run -m pytest -q tests/test_accelerate_yaml.py tests/test_checkpoints.py tests/test_cli.py \
         tests/test_config.py tests/test_ended.py tests/test_environment.py tests/test_explain.py tests/test_generations.py \
         tests/test_hardware.py tests/test_light.py tests/test_runs.py tests/test_shapes.py tests/test_spec.py \
-        tests/test_rehearse.py tests/test_strategies.py tests/test_target.py -k "not test_no_key_is_dead and not test_any_valid"
+        tests/test_rehearse.py tests/test_rehearse_script.py tests/test_strategies.py tests/test_target.py -k "not test_no_key_is_dead and not test_any_valid"
     coverage run -m pytest -q tests/test_export.py -k "config or sizes or folder_that_fits or folders or differs or represent"
     coverage combine -q
     coverage report --fail-under 95

@@ -241,20 +241,30 @@ def test_a_machine_waits_for_the_first_that_has_not_seen_its_loss(
 # --- Many times -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_twenty_in_a_row(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [pytest.param(7, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+def test_many_in_a_row(home: Path, tmp_path: Path, times: int) -> None:
     """A worker of each generation is killed in its second step, the main one in every other."""
-    fault = faulty("kill", "1,0", "+2", tmp_path / "times", FAULT_COUNT="20")
-    arguments = ["ddp", "--run", "runs/twenty", "--set", "checkpoint.every=1", "--set", "training.steps=24"]
-    with start(home, *arguments, "--max-restarts", "20", env={**os.environ, **fault}) as process:
+    fault = faulty("kill", "1,0", "+2", tmp_path / "times", FAULT_COUNT=str(times))
+    arguments = [
+        "ddp",
+        "--run",
+        f"runs/row-{times}",
+        "--set",
+        "checkpoint.every=1",
+        "--set",
+        f"training.steps={times + 4}",
+    ]
+    with start(home, *arguments, "--max-restarts", str(times), env={**os.environ, **fault}) as process:
         _, stderr = process.communicate(timeout=1800)
     assert process.returncode == 0, stderr
-    assert [line.split(":")[0] for line in restarts(stderr)] == [f"restart {n} of 20" for n in range(1, 21)]
-    straight = launch(home, "ddp", "--run", "runs/straight", "--set", "training.steps=24")
+    assert [line.split(":")[0] for line in restarts(stderr)] == [f"restart {n} of {times}" for n in range(1, times + 1)]
+    straight = launch(home, "ddp", "--run", f"runs/straight-{times}", "--set", f"training.steps={times + 4}")
     assert straight.returncode == 0
-    assert losses(home / "runs/twenty") == losses(home / "runs/straight")
+    assert losses(home / f"runs/row-{times}") == losses(home / f"runs/straight-{times}")
     failed = [float(line) for line in (tmp_path / "times").read_text().splitlines()]
-    assert len(failed) == 20
-    trained = sorted(row["time"] for row in read_lines(home / "runs/twenty/metrics.jsonl") if row["kind"] == "train")
+    assert len(failed) == times
+    trained = sorted(
+        row["time"] for row in read_lines(home / f"runs/row-{times}/metrics.jsonl") if row["kind"] == "train"
+    )
     seconds = [min(at for at in trained if at > when) - when for when in failed]
     print(f"from the kill to the next step: median {statistics.median(seconds):.1f} s, max {max(seconds):.1f} s")
