@@ -155,6 +155,7 @@ def test_accelerates_own_script_passes(tmp_path: Path) -> None:
 
 FAULTS = {
     "raises": ("ddp", "runs", "ValueError: a number that is none (on rank 1)"),
+    "sleeps": ("ddp", "runs", "ValueError: the other one sleeps (on rank 1)"),
     "dies": ("v2", "runs", "process ended with exit code 9"),
     "exits": ("ddp", "runs", "the script ended with exit code 3 (on rank 1)"),
     "unreduced": ("ddp", "sends", "a step reduces 0 bytes, the gradients of a model are 2,208: processes learn by"),
@@ -217,6 +218,15 @@ def test_bad_input_is_one_line_and_exit_2(case: str, tmp_path: Path) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_file_that_cpus_cannot_run_is_told(tmp_path: Path) -> None:
+    (tmp_path / "zero.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 2\n")
+    code, found, _ = rehearse(tmp_path, "zero.yaml", "--", f"{SCRIPTS}/faulty.py", "nothing")
+    assert code == 1
+    assert (
+        "DEEPSPEED: a script is rehearsed on CPUs under NO or MULTI_GPU" in found["zero"]["checks"][0]["mismatches"][0]
+    )
+
+
 def test_a_missing_module_is_told(tmp_path: Path) -> None:
     code, found, _ = rehearse(tmp_path, "ddp", "--", "-m", "no_such_module")
     assert code == 1
@@ -232,3 +242,20 @@ def test_the_first_process_is_heard_and_stdout_is_data(tmp_path: Path) -> None:
     assert "heard" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) < 80
     assert [path.name for path in tmp_path.iterdir()] == ["speak.py"]
+
+
+def test_a_process_group_that_a_script_destroys_is_not_freed(tmp_path: Path) -> None:
+    """Freeing one of gloo hangs now and then, after all work was done."""
+    (tmp_path / "leave.py").write_text(
+        "import gc, weakref\n"
+        "import torch.distributed as dist\n"
+        "from accelerate import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "groups = [weakref.ref(dist.group.WORLD), weakref.ref(dist.new_group([0, 1]))]\n"
+        "accelerator.end_training()\n"
+        "assert not dist.is_initialized()\n"
+        "gc.collect()\n"
+        "assert all(group() is not None for group in groups)\n"
+    )
+    code, found, said = rehearse(tmp_path, "ddp", "--", "leave.py")
+    assert code == 0, (said, found["ddp"]["checks"])

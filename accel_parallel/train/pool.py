@@ -52,10 +52,11 @@ class Job:
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
 
-    def results(self, timeout: float) -> list[Answer]:
+    def results(self, timeout: float, failed: Callable[[Any], bool] = lambda value: False) -> list[Answer]:
         """Wait until all have answered, at most `timeout` seconds; no process is left.
 
-        After the first error the others get a few seconds: they may wait for the failed one for ever.
+        After the first error the others get a few seconds: they may wait for the failed one for ever. `failed` says
+        what that a function returned is one too.
         """
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + timeout
@@ -67,10 +68,10 @@ class Job:
             for receiver in ready:
                 assert isinstance(receiver, Connection)
                 answers[waiting[receiver]] = self._answer(waiting[receiver], receiver)
-            if any(kind == "error" for kind, _ in answers.values()):
+            if any(kind == "error" or failed(value) for kind, value in answers.values()):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        failed = any(kind == "error" for kind, _ in answers.values())
-        silent = ("error", ENDED_WITH_OTHERS if failed else f"no answer in {timeout:.0f} s")
+        error = any(kind == "error" or failed(value) for kind, value in answers.values())
+        silent = ("error", ENDED_WITH_OTHERS if error else f"no answer in {timeout:.0f} s")
         self.end()
         return [answers.get(rank, silent) for rank in range(len(self.processes))]
 

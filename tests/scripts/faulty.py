@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import time
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +21,11 @@ def main(fault: str) -> None:
         return
     model, optimizer = accelerator.prepare(model, optimizer)
     for step in range(5):
+        if step == 2 and rank == 0 and fault == "sleeps":
+            time.sleep(1000)
         if step == 2 and rank == 1:
+            if fault == "sleeps":
+                raise ValueError("the other one sleeps")
             if fault == "raises":
                 raise ValueError("a number that is none")
             if fault == "dies":

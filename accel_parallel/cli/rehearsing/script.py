@@ -6,14 +6,17 @@ from pathlib import Path
 
 import yaml
 
-from accel_parallel.accelerate_yaml import loads
+from accel_parallel.accelerate_yaml import loads, names_a_file, read_file
 from accel_parallel.cli.rehearsing.request import Request
 from accel_parallel.cli.rehearsing.tasks import Work, carry_out, file_of, found_or_refused, in_order
 from accel_parallel.cli.script import check_script, check_sets
 from accel_parallel.cli.target import Target, find_to_explain
+from accel_parallel.errors import LaunchError
 from accel_parallel.rehearsal.check import Rehearsal
 from accel_parallel.rehearsal.script import differs, judge_script
+from accel_parallel.strategies import STRATEGIES
 
+KINDS = ("NO", "MULTI_GPU", "FSDP", "MULTI_CPU")
 PARALLEL_SECTIONS = ("fsdp_config", "parallelism_config")
 
 
@@ -34,6 +37,9 @@ def rehearse_script(names: Sequence[str], request: Request) -> list[Rehearsal]:
 
 
 def _target(name: str, batch_size: int, request: Request) -> Target:
+    kind = read_file(Path(name)).kind if name not in STRATEGIES and names_a_file(name) else "FSDP"
+    if kind not in KINDS:
+        raise LaunchError(f"{name}: distributed_type {kind}: a script is rehearsed on CPUs under {' or '.join(KINDS)}")
     sets = (f"training.batch_size={batch_size}", "training.grad_accum_steps=1", *request.sets)
     return find_to_explain(name, request.spec, sets, request.num_processes, own_model=False)
 

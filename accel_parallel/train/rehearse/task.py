@@ -87,7 +87,7 @@ def _launches(task: Task, began: float) -> dict[str, Any]:
 def _launch(part: Part, environment: dict[str, str], task: Task) -> list[dict[str, Any]]:
     """What each process of the launch saw, in rank order."""
     job = start_job(rehearse_part, environment, task.processes, [part], machines=task.machines)
-    return [{"rank": rank, **answer} for rank, answer in enumerate(map(_answer, job.results(SECONDS)))]
+    return [{"rank": rank, **answer} for rank, answer in enumerate(map(_answer, job.results(SECONDS, _failed)))]
 
 
 def _run_script(task: Task, environment: dict[str, str]) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ def _run_script(task: Task, environment: dict[str, str]) -> list[dict[str, Any]]
     seen.mkdir()
     part = ScriptPart(task.script, seen, task.fsdp_in_script, task.keep_precision)
     job = start_job(rehearse_script, environment, task.processes, [part], machines=task.machines)
-    answers = [_answer(result) for result in job.results(SCRIPT_SECONDS)]
+    answers = [_answer(result) for result in job.results(SCRIPT_SECONDS, _failed)]
     trace = next((answer["traceback"] for answer in answers if answer.get("traceback")), None)
     if trace:
         say(trace.rstrip())
@@ -106,6 +106,10 @@ def _run_script(task: Task, environment: dict[str, str]) -> list[dict[str, Any]]
 def _record(path: Path) -> dict[str, Any]:
     """Empty if that process ended before it ran the script."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def _failed(answer: dict[str, Any]) -> bool:
+    return "error" in answer
 
 
 def _answer(result: Answer) -> dict[str, Any]:
