@@ -1,12 +1,16 @@
 """Scripts as people write them, rehearsed unmodified: what is seen against what can be computed by hand."""
 
 import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.commands import BIN, command
+from tests.commands import BIN, alive, command
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DDP = "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: 'no'\n"
@@ -216,6 +220,30 @@ def test_bad_input_is_one_line_and_exit_2(case: str, tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (2, "")
     assert expected in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_what_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "sleep.py").write_text(
+        "import os, time\nopen(os.environ['RANK'], 'w').write(str(os.getpid()))\nos.rename(os.environ['RANK'], "
+        "'pid-' + os.environ['RANK'])\ntime.sleep(1000)"
+    )
+    words = [str(BIN / "accel-parallel"), "rehearse", "ddp", "--", "sleep.py"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, 120)
+        pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    if number is signal.SIGINT:
+        assert (process.returncode, stderr.splitlines()[-1]) == (130, "error: interrupted")
+    wait_until(lambda: not any(map(alive, pids)), 30)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_a_file_that_cpus_cannot_run_is_told(tmp_path: Path) -> None:

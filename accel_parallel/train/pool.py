@@ -132,7 +132,10 @@ def free_port() -> int:
 
 
 def _run(sender: Connection, environment: dict[str, str], function: Callable[..., Any], arguments: Any) -> None:
-    # The fork server ends when whoever started it does.
+    # The fork server ends when whoever started it does, if no worker holds the other end of the pipe that tells it so.
+    server: Any = forkserver._forkserver
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = None
     die_with_parent(signal.SIGKILL)
     os.environ.clear()
     os.environ.update(environment)
