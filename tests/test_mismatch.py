@@ -80,7 +80,7 @@ ENVIRONMENT = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "TransformerBlock",
 }
-ORIGINAL = Original(100, {"w": (10, 10)}, {"TransformerBlock": 2}, (("token_emb.weight", "head.weight"),))
+ORIGINAL = Original(100, {"w": (10, 10)}, {"TransformerBlock": 2}, (("token_emb.weight", "head.weight"),), ())
 GOOD = Observed(
     parallelism=Parallelism.FSDP2,
     world_size=4,

@@ -70,7 +70,7 @@ FAULTS = {
     ),
     "no_policy": (
         fsdp(2, "  fsdp_reshard_after_forward: true"),
-        ["has no fsdp_auto_wrap_policy: nothing is wrapped", "name TRANSFORMER_BASED_WRAP"],
+        ["has no fsdp_auto_wrap_policy: no layer is wrapped", "name TRANSFORMER_BASED_WRAP"],
     ),
     "multi_cpu": (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n",

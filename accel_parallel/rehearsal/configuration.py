@@ -22,7 +22,7 @@ def is_what_was_asked(processes: int, fsdp: bool, facts: Mapping[str, Any]) -> C
     mismatches += [_dead_line(station) for station in dead if "." in station["key"]]
     if fsdp and not facts["refused"] and not any(_name(station) == "auto_wrap_policy" for station in stations):
         mismatches.append(
-            "fsdp_config has no fsdp_auto_wrap_policy: nothing is wrapped and the whole model is gathered at once; "
+            "fsdp_config has no fsdp_auto_wrap_policy: no layer is wrapped, and all are gathered at once; "
             "name TRANSFORMER_BASED_WRAP, or NO_WRAP if that is meant"
         )
     mismatches += sorted({rank["error"]["message"] for rank in facts["ranks"] if "error" in rank})

@@ -1,6 +1,7 @@
 """Whether a script learns under a file what it learns under DDP: the losses that it passes to Accelerate."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,11 +80,22 @@ def _losses(ranks: Sequence[Rank]) -> tuple[str, ...]:
     return table(["logged by the script", "times", "first", "last"], rows) if rows else ()
 
 
+_ON_RANK = re.compile(r"(.*) \(on rank (\d+)\)", re.DOTALL)
+
+
 def causes(ranks: Sequence[Rank]) -> list[str]:
     """What stopped it, without what only follows from that."""
     errors = [rank["error"] for rank in ranks if "error" in rank]
     causes = [error for error in errors if error["code"] != "peer-lost"] or errors
-    return sorted({f"{e['message']} ({e['hint']})" if e.get("hint") else e["message"] for e in causes})
+    lines = [f"{cause['message']} ({cause['hint']})" if cause.get("hint") else cause["message"] for cause in causes]
+    ranks_of: dict[str, list[str]] = {}
+    for line in dict.fromkeys(lines):
+        found = _ON_RANK.fullmatch(line)
+        ranks_of.setdefault(found[1] if found else line, []).extend([found[2]] if found else [])
+    return [
+        f"{text} (on {'rank' if len(on) == 1 else 'ranks'} {', '.join(on)})" if on else text
+        for text, on in sorted(ranks_of.items())
+    ]
 
 
 def is_low(ranks: Sequence[Rank]) -> bool:

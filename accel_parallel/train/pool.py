@@ -10,6 +10,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import forkserver
@@ -76,12 +77,12 @@ class Job:
         return [answers.get(rank, silent) for rank in range(len(self.processes))]
 
     def end(self) -> None:
-        """Kill what still runs a few seconds after it has answered."""
+        """Kill what still runs a few seconds after it has answered, and whatever it started."""
         for process in self.processes:
             process.join(1)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
 
     def _answer(self, rank: int, receiver: Connection) -> Answer:
         try:
@@ -99,10 +100,12 @@ def start_job(
     arguments: Sequence[Any] = (),
     *,
     machines: int = 1,
+    ranked: bool | None = None,
 ) -> Job:
     """Begin to call `function(*arguments)` in `world_size` processes that share `environment`, as torchrun would.
 
-    The function has to be one that can be imported. All "machines" are this one.
+    The function has to be one that can be imported. All "machines" are this one. `ranked` is whether they are told
+    their ranks: by default if there are several.
     """
     port, job, local_size = free_port(), Job(), world_size // machines
     for rank in range(world_size):
@@ -115,7 +118,7 @@ def start_job(
             "MASTER_PORT": str(port),
         }
         receiver, sender = _context().Pipe(duplex=False)
-        whole = {**environment, **(world if world_size > 1 else {})}
+        whole = {**environment, **(world if (world_size > 1 if ranked is None else ranked) else {})}
         process = _context().Process(target=_run, args=(sender, whole, function, tuple(arguments)), daemon=True)
         process.start()
         sender.close()
@@ -137,6 +140,7 @@ def _run(sender: Connection, environment: dict[str, str], function: Callable[...
     os.close(server._forkserver_alive_fd)
     server._forkserver_alive_fd = None
     die_with_parent(signal.SIGKILL)
+    os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)
     answer: Answer

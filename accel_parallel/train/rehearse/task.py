@@ -18,7 +18,7 @@ from accel_parallel.train.pool import ENDED_WITH_OTHERS, Answer, start_job
 from accel_parallel.train.rehearse.drawn import draw_tokens
 from accel_parallel.train.rehearse.script import ScriptPart, rehearse_script
 from accel_parallel.train.rehearse.worker import Part, rehearse_part
-from accel_parallel.train.stations import launched, stations
+from accel_parallel.train.stations import Launch, launched, stations
 
 SECONDS = 600
 """A launch of a few steps that has not answered by then hangs."""
@@ -71,31 +71,33 @@ def _launches(task: Task, began: float) -> dict[str, Any]:
         return facts
     environment = {**without_traces(os.environ), **launch.environment}
     if task.script:
-        return {**facts, "environment": launch.environment, "ranks": _run_script(task, environment)}
+        return {**facts, "environment": launch.environment, "ranks": _run_script(task, launch, environment)}
     spec, run = load_spec(task.folder / "spec.yaml"), task.folder / "run"
     data = draw_tokens(task.folder / "tokens", spec)
     first = Part(spec, data, run, look=not task.reference, keep_precision=task.keep_precision, began=began)
-    facts["ranks"] = _launch(first, environment, task)
+    facts["ranks"] = _launch(first, launch, environment, task)
     facts["steps"] = _numbers(run)
     if not task.reference and not any("error" in rank for rank in facts["ranks"]):
         again = replace(first, run=_before_the_last_step(run), look=False, began=time.time())
-        facts["resumed"] = _launch(again, environment, task)
+        facts["resumed"] = _launch(again, launch, environment, task)
         facts["steps_resumed"] = _numbers(again.run)
     return facts
 
 
-def _launch(part: Part, environment: dict[str, str], task: Task) -> list[dict[str, Any]]:
+def _launch(part: Part, launch: Launch, environment: dict[str, str], task: Task) -> list[dict[str, Any]]:
     """What each process of the launch saw, in rank order."""
-    job = start_job(rehearse_part, environment, task.processes, [part], machines=task.machines)
+    ranked, machines = launch.ranked, task.machines
+    job = start_job(rehearse_part, environment, task.processes, [part], machines=machines, ranked=ranked)
     return [{"rank": rank, **answer} for rank, answer in enumerate(map(_answer, job.results(SECONDS, _failed)))]
 
 
-def _run_script(task: Task, environment: dict[str, str]) -> list[dict[str, Any]]:
+def _run_script(task: Task, launch: Launch, environment: dict[str, str]) -> list[dict[str, Any]]:
     """What was seen of the script in each process, in rank order, and how it ended there."""
     seen = task.folder / "seen"
     seen.mkdir()
     part = ScriptPart(task.script, seen, task.fsdp_in_script, task.keep_precision)
-    job = start_job(rehearse_script, environment, task.processes, [part], machines=task.machines)
+    ranked, machines = launch.ranked, task.machines
+    job = start_job(rehearse_script, environment, task.processes, [part], machines=machines, ranked=ranked)
     answers = [_answer(result) for result in job.results(SCRIPT_SECONDS, _failed)]
     trace = next((answer["traceback"] for answer in answers if answer.get("traceback")), None)
     if trace:

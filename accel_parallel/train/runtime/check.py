@@ -63,8 +63,9 @@ def _sharding(asked: Asked, observed: Observed, original: Original) -> list[str]
             f"{observed.largest_promised_shard:,} of {original.num_parameters:,} parameters each; this process holds "
             f"{observed.local_elements:,}: check fsdp_sharding_strategy or parallelism_config"
         )
-    # Accelerate makes a unit of version 2's final norm whatever the policy.
-    inner = {name: cls for name, cls in observed.units.items() if name and "Norm" not in cls}
+    # Accelerate makes units of version 2's final norm and of both embeddings whatever the policy.
+    always = original.embeddings if observed.parallelism is Parallelism.FSDP2 else ()
+    inner = {name: cls for name, cls in observed.units.items() if name not in ("", *always) and "Norm" not in cls}
     if asked.wrap_policy == "TRANSFORMER_BASED_WRAP":
         for name in asked.wrap_classes:
             there, wrapped = original.class_counts.get(name, 0), list(inner.values()).count(name)

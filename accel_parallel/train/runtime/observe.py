@@ -21,6 +21,8 @@ class Original:
     parameter_shapes: dict[str, tuple[int, ...]]
     class_counts: dict[str, int]
     tied: tuple[tuple[str, ...], ...]
+    embeddings: tuple[str, ...]
+    """Names of the modules where tokens come in and go out; of a model of transformers."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "Original":
@@ -28,7 +30,9 @@ class Original:
         for module in model.modules():
             classes[type(module).__name__] = classes.get(type(module).__name__, 0) + 1
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        return cls(sum(p.numel() for p in model.parameters()), shapes, classes, tied_parameters(model))
+        ends = set(map(id, _embeddings(model)))
+        embeddings = tuple(name for name, module in model.named_modules() if id(module) in ends)
+        return cls(sum(p.numel() for p in model.parameters()), shapes, classes, tied_parameters(model), embeddings)
 
 
 @dataclass(slots=True)
