@@ -160,7 +160,7 @@ def test_accelerates_own_script_passes(tmp_path: Path) -> None:
 FAULTS = {
     "raises": ("ddp", "runs", "ValueError: a number that is none (on rank 1)"),
     "sleeps": ("ddp", "runs", "ValueError: the other one sleeps (on rank 1)"),
-    "dies": ("v2", "runs", "process ended with exit code 9"),
+    "dies": ("v2", "runs", "process ended with exit code 9 (on rank 1)"),
     "exits": ("ddp", "runs", "the script ended with exit code 3 (on rank 1)"),
     "unreduced": ("ddp", "sends", "a step reduces 0 bytes, the gradients of a model are 2,208: processes learn by"),
     "unprepared": ("v2", "sharded", "no model that is trained was prepared: nothing is sharded"),
@@ -187,6 +187,17 @@ def test_a_script_without_a_seed_is_no_mismatch(tmp_path: Path) -> None:
     same = check(found["v2"], "same_numbers")
     assert (code, same["holds"]) == (0, None)
     assert "twice under DDP the script's losses are" in same["summary"]
+
+
+def test_without_a_policy_embeddings_are_units_all_the_same(tmp_path: Path) -> None:
+    """Of a model of transformers, in version 2: no mismatch besides that no policy is named."""
+    lines = [line for line in FSDP.format(version=2, cls="").splitlines(keepends=True) if "wrap" not in line]
+    (tmp_path / "v2.yaml").write_text("".join(lines))
+    code, found, _ = rehearse(tmp_path, "v2.yaml", "--", f"{SCRIPTS}/llama.py")
+    assert code == 1
+    assert answers(found["v2"]) == [True, False, True, None, True]
+    assert "no layer is wrapped" in check(found["v2"], "asked")["mismatches"][0]
+    assert len(found["v2"]["facts"]["ranks"][0]["models"][0]["units"]) > 1
 
 
 def test_without_a_class_to_wrap_the_whole_model_is_one_unit(tmp_path: Path) -> None:
@@ -253,6 +264,29 @@ def test_a_file_that_cpus_cannot_run_is_told(tmp_path: Path) -> None:
     assert (
         "DEEPSPEED: a script is rehearsed on CPUs under NO or MULTI_GPU" in found["zero"]["checks"][0]["mismatches"][0]
     )
+
+
+def test_a_script_is_as_it_is_without_us(tmp_path: Path) -> None:
+    """Nothing of it is imported a second time, a loader's workers are forked, and what it leaves running is ended."""
+    (tmp_path / "alone.yaml").write_text(FSDP.format(version=2, cls="Linear").replace("processes: 2", "processes: 1"))
+    (tmp_path / "bare.py").write_text(
+        "import subprocess, torch\n"
+        "from accelerate import Accelerator\n"
+        "from torch.utils.data import DataLoader\n"
+        "accelerator = Accelerator()\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))\n"
+        "model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))\n"
+        "for batch in DataLoader(range(4), num_workers=1, collate_fn=lambda items: torch.ones(2, 4) * items[0]):\n"
+        "    accelerator.backward(model(batch).sum())\n"
+        "    optimizer.step()\n"
+        "left = subprocess.Popen(['sleep', '1000'])\n"
+        "open(f'left-{accelerator.process_index}', 'w').write(str(left.pid))\n"
+    )
+    for name in ("alone.yaml", "ddp"):
+        code, found, said = rehearse(tmp_path, name, "--", "bare.py")
+        assert code == 0, (said, found)
+        assert not any(alive(int(path.read_text())) for path in tmp_path.glob("left-*"))
+    assert len(list(tmp_path.glob("left-*"))) == 2
 
 
 def test_a_missing_module_is_told(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def rehearse_script(part: ScriptPart) -> dict[str, Any]:
     _redirect(part.folder, rank)
     # Workers of a DataLoader: a daemon may have no children, and only multiprocessing thinks that this is one.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    # As a process has it that was started by itself: how it starts others, and numbers of its own. torch begins every process with one and the same seed.
+    # As in a process that was not forked: how it starts others, and random numbers of its own (torch's are always of
+    # one seed).
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     random.seed()
     np.random.seed()

@@ -88,7 +88,7 @@ def _launch(part: Part, launch: Launch, environment: dict[str, str], task: Task)
     """What each process of the launch saw, in rank order."""
     ranked, machines = launch.ranked, task.machines
     job = start_job(rehearse_part, environment, task.processes, [part], machines=machines, ranked=ranked)
-    return [{"rank": rank, **answer} for rank, answer in enumerate(map(_answer, job.results(SECONDS, _failed)))]
+    return [{"rank": rank, **_answer(rank, result)} for rank, result in enumerate(job.results(SECONDS, _failed))]
 
 
 def _run_script(task: Task, launch: Launch, environment: dict[str, str]) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def _run_script(task: Task, launch: Launch, environment: dict[str, str]) -> list
     part = ScriptPart(task.script, seen, task.fsdp_in_script, task.keep_precision)
     ranked, machines = launch.ranked, task.machines
     job = start_job(rehearse_script, environment, task.processes, [part], machines=machines, ranked=ranked)
-    answers = [_answer(result) for result in job.results(SCRIPT_SECONDS, _failed)]
+    answers = [_answer(rank, result) for rank, result in enumerate(job.results(SCRIPT_SECONDS, _failed))]
     trace = next((answer["traceback"] for answer in answers if answer.get("traceback")), None)
     if trace:
         say(trace.rstrip())
@@ -114,11 +114,12 @@ def _failed(answer: dict[str, Any]) -> bool:
     return "error" in answer
 
 
-def _answer(result: Answer) -> dict[str, Any]:
+def _answer(rank: int, result: Answer) -> dict[str, Any]:
     kind, answer = result
     if kind == "ok":
         return dict(answer)
-    return {"error": {"message": answer, "code": "peer-lost" if answer == ENDED_WITH_OTHERS else "crash"}}
+    code = "peer-lost" if answer == ENDED_WITH_OTHERS else "crash"
+    return {"error": {"message": f"{answer} (on rank {rank})", "code": code}}
 
 
 def _before_the_last_step(run: Path) -> Path:
