@@ -175,9 +175,11 @@ def _copying(original: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(original)
-    def unflatten(info: Any, states: dict[str, dict[str, Any]], name: str, *rest: Any, **options: Any) -> None:
-        original(info, states, name, *rest, **options)
-        for state in states.values():
+    def unflatten(
+        info: Any, states: dict[str, dict[str, Any]], name: str, shard_state: bool, to_save: bool, cpu_offload: bool
+    ) -> None:
+        original(info, states, name, shard_state, to_save, cpu_offload)
+        for state in states.values() if to_save and cpu_offload and not shard_state else ():
             state[name] = state[name].clone()
 
     return unflatten
