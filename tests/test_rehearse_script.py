@@ -181,6 +181,13 @@ def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
     assert [item["name"] for item in found[name]["checks"] if item["holds"] is False] == [question]
 
 
+def test_a_model_of_another_type_is_no_mismatch_and_told(tmp_path: Path) -> None:
+    write_files(tmp_path, "Linear")
+    code, found, said = rehearse(tmp_path, "v2.yaml", "--", f"{SCRIPTS}/faulty.py", "bfloat16")
+    assert (code, answers(found["v2"])) == (0, [True, True, True, None, True]), (said, found["v2"]["checks"])
+    assert found["v2"]["notes"] == ["the script makes Sequential in bfloat16, whatever the precision is"]
+
+
 def test_a_script_without_a_seed_is_no_mismatch(tmp_path: Path) -> None:
     write_files(tmp_path, "Linear")
     code, found, _ = rehearse(tmp_path, "v2.yaml", "--against-ddp", "--", f"{SCRIPTS}/faulty.py", "unseeded")

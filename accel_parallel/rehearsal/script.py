@@ -180,4 +180,9 @@ def _notes(asked: Asked, facts: Mapping[str, Any]) -> list[str]:
                 instead = "" if str(given[key]) == file else f", not {file} of the file"
                 found.append(f"the script sets {key}: {given[key]}{instead}")
         found += [f"the script brings its own {key}, which decides" for key in _PLUGINS if given.get(key)]
+    for model in facts["ranks"][0].get("models", []) if facts["ranks"] else ():
+        if model["dtypes"] not in ([], ["float32"]):
+            found.append(
+                f"the script makes {model['class']} in {', '.join(model['dtypes'])}, whatever the precision is"
+            )
     return list(dict.fromkeys(found))

@@ -15,10 +15,13 @@ def main(fault: str) -> None:
     rank, sharded = accelerator.process_index, "ACCELERATE_USE_FSDP" in os.environ
     torch.manual_seed(random.randrange(2**32) if fault == "unseeded" else 7)
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))
+    if fault == "bfloat16":
+        model.bfloat16()
     other = fault == "other_rate" and sharded
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2 if other else 1e-1)
     if fault == "unprepared":
         return
+    model_type = next(model.parameters()).dtype
     model, optimizer = accelerator.prepare(model, optimizer)
     for step in range(5):
         if step == 2 and rank == 0 and fault == "sleeps":
@@ -33,7 +36,7 @@ def main(fault: str) -> None:
             if fault == "exits":
                 sys.exit(3)
         with accelerator.no_sync(model) if fault == "unreduced" else accelerator.accumulate(model):
-            accelerator.backward(model(torch.ones(2, 8) * (rank + 1)).square().mean())
+            accelerator.backward(model((torch.ones(2, 8) * (rank + 1)).to(model_type)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 

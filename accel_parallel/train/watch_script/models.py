@@ -24,13 +24,16 @@ class Before:
     bytes: int
     trainable: int
     """Elements."""
+    dtypes: tuple[str, ...]
+    """Of its parameters."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "Before":
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         # Not of storages: what is on the meta device has none.
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        return cls(Original.of(model), type(model).__name__, size, trainable)
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+        return cls(Original.of(model), type(model).__name__, size, trainable, tuple(dtypes))
 
 
 def watch_model(
@@ -47,7 +50,8 @@ def watch_model(
     flat = any(name.endswith("_flat_param") for name, _ in model.named_parameters())
     if flat:
         observed = replace(observed, tied=before.original.tied)
-    precision = accelerator.mixed_precision
+    # A model that the script makes in another type computes in that.
+    precision = accelerator.mixed_precision if before.dtypes == ("float32",) else "its own"
 
     def differences(observed: Observed) -> list[str]:
         # Accelerate shards nothing of a model that is not trained.
@@ -55,6 +59,7 @@ def watch_model(
 
     described = {
         "class": before.name,
+        "dtypes": list(before.dtypes),
         "own_plugin": own_plugin,
         "parallelism": observed.parallelism.value,
         "units": observed.units,
