@@ -149,6 +149,18 @@ def test_a_script_that_brings_fsdp_is_refused_or_allowed(tmp_path: Path) -> None
             assert ("fsdp_sync_module_states" in keys) is (version == 1)
 
 
+def test_a_trainer_of_transformers_is_sharded_too(tmp_path: Path) -> None:
+    write_files(tmp_path, "LlamaDecoderLayer")
+    code, found, said = rehearse(tmp_path, "v1.yaml", "v2.yaml", "--against-ddp", "--", f"{SCRIPTS}/trainer.py")
+    assert code == 0, (said, [item["checks"] for item in found.values()])
+    for version in (1, 2):
+        assert answers(found[f"v{version}"]) == [True] * 5
+        for rank in found[f"v{version}"]["facts"]["ranks"]:
+            (model,) = rank["models"]
+            assert (model["parallelism"], model["held_bytes"]) == (f"fsdp version {version}", 2 * 21664)
+            assert rank["optimizer_steps"] == 5
+
+
 def test_accelerates_own_script_passes(tmp_path: Path) -> None:
     (tmp_path / "ddp.yaml").write_text(DDP)
     code, found, said = rehearse(tmp_path, "ddp.yaml", "--", "-m", "accelerate.test_utils.scripts.test_script")

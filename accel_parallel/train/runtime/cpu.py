@@ -54,6 +54,7 @@ def make_fsdp_work(asked: Asked, tell: Tell) -> None:
     if not asked.fsdp:
         return
     promote_to_fsdp()
+    _promote_what_comes()
     adapt_plugins(tell)
     adapt_version1(asked)
 
@@ -110,6 +111,19 @@ def promote_to_fsdp() -> None:
     pinned by a test; verified on accelerate 1.15.
     """
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _promote_what_comes() -> None:
+    """The same for a process state that takes its place: transformers' TrainingArguments reset it."""
+    original = PartialState.__init__
+
+    @functools.wraps(original)
+    def init(state: PartialState, *args: Any, **kwargs: Any) -> None:
+        original(state, *args, **kwargs)
+        if state.distributed_type in _ON_CPU:
+            promote_to_fsdp()
+
+    PartialState.__init__ = init
 
 
 def adapt_plugins(tell: Tell) -> None:
