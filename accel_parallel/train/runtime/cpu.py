@@ -172,6 +172,9 @@ def adapt_version1(asked: Asked) -> None:
         shape = (asked.num_machines, asked.local_world_size)
         return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
+    if asked.fsdp and asked.sharding_strategy.startswith("HYBRID"):
+        machines()  # now: a model may be built of fake tensors, and a mesh may not
+
     @functools.wraps(original)
     def init(self: FullyShardedDataParallel, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         hybrid = kwargs.get("sharding_strategy") in _HYBRID
