@@ -38,8 +38,9 @@ def _observe(spec: RunSpec, peak_of: int, keep_precision: bool) -> dict[str, Any
 
     from accel_parallel.train.model import TransformerLM
     from accel_parallel.train.optimize import build_optimizer
-    from accel_parallel.train.probe import Phase, observe_step
+    from accel_parallel.train.probe import observe_step
     from accel_parallel.train.runtime import Runtime, cpu
+    from accel_parallel.train.training_step import training_step
 
     cpu.use_all_cores = lambda *_: torch.set_num_threads(1)
     runtime = Runtime.start(spec, keep_precision=keep_precision)
@@ -48,17 +49,7 @@ def _observe(spec: RunSpec, peak_of: int, keep_precision: bool) -> dict[str, Any
         fresh.init_weights(0)
     tokens, labels = torch.randint(spec.model.vocab_size, (2, 2, spec.model.seq_len))
     model, optimizer = runtime.prepare(fresh, build_optimizer(fresh, spec.training), tokens, labels)
-
-    def step(phase: Phase) -> None:
-        phase("forward")
-        loss = model(tokens, labels)
-        phase("backward")
-        runtime.accelerator.backward(loss)
-        phase("clip")
-        runtime.clip(model)
-        phase("optimizer")
-        optimizer.step()
-
+    step = training_step(runtime, model, optimizer, tokens, labels)
     return observe_step(model, optimizer, step, peak_of=peak_of).to_dict()
 
 

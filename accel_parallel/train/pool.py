@@ -82,6 +82,8 @@ class Job:
             process.join(1)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            # It may not have come to lead a group.
+            process.kill()
             process.join()
 
     def _answer(self, rank: int, receiver: Connection) -> Answer:
